@@ -1,0 +1,112 @@
+"""What an algorithm is: declarations that the loop and the engines obey, and a few pure functions.
+
+Every method but `requests` and `keep` sees *compact* batches: trained tokens only, `T` of them in `N` trajectories, so
+masked positions cannot reach it. The loop never asks which algorithm it runs; it reads the declarations below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from treadle.config import Config, key
+from treadle.handles import Aggregate, Loss, Outputs, Quantity
+from treadle.types import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.batch import Batch
+    from treadle.types import Group, Prompt
+
+Role = Literal["policy", "reference", "critic"]
+
+
+class AlgorithmConfig(Config):
+    """Keys that every algorithm has."""
+
+    name: str = key("module of treadle.algorithms, or my.module:Class", default="grpo")
+    group_size: int = key("samples asked of each prompt", default=8, ge=1)
+    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    constant_length: int = key("L of aggregate=constant, tokens", default=1024, ge=1)
+    minibatches: int = key("optimizer steps per batch", default=1, ge=1)
+    epochs: int = key("passes over each batch", default=1, ge=1)
+
+
+class Algorithm:
+    """Base of all algorithms. A subclass in a notebook works as well as a file of ours."""
+
+    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    uses: frozenset[Role] = frozenset()
+    """Roles beside the policy."""
+    needs: frozenset[Quantity] = frozenset({"logprob"})
+    """Per-token quantities of the current policy that `loss` looks at."""
+    before_advantages: frozenset[Role] = frozenset()
+    """Roles whose pass (old log-probs, reference log-probs, values) `advantages` looks at."""
+    before_loss: frozenset[Role] = frozenset()
+    """Roles whose pass `loss` looks at. "policy" (old log-probs) is added by the loop where a batch takes more than one
+    optimizer step; with one, old := the detached current log-probs."""
+    skips_no_signal: bool = True
+    """Rows with all-zero advantages have zero loss terms, so their passes may be left out."""
+    two_pass: bool = False
+    """`select` is to be called with the current policy's outputs over the whole mini-batch."""
+
+    def __init__(self, config: AlgorithmConfig | None = None) -> None:
+        self.config = config if config is not None else self.Config()
+
+    def first_step(self, role: Role) -> int:
+        """The step from which a role is updated (critic warm-up delays the policy)."""
+        return 0
+
+    # ------------------------------------------------------------------ generation
+
+    def requests(self, prompt: Prompt) -> list[Request]:
+        """The samples to ask of a prompt."""
+        return [Request(prompt)] * self.config.group_size
+
+    def keep(self, group: Group) -> str | None:
+        """None to train this group, or why it is filtered (it then gives its slot back and is not counted)."""
+        return None
+
+    # ------------------------------------------------------------------ training
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Fill `advantage_T` (and `return_T` for a critic); may narrow `mask_T`. The whole batch at once."""
+        raise NotImplementedError
+
+    def select(self, batch: Batch, outputs: Outputs) -> Batch:
+        """Narrow the mask or set weights from the current policy over the whole mini-batch (`two_pass`)."""
+        return batch
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        """Per-token terms of the policy objective for some whole trajectories."""
+        raise NotImplementedError
+
+    def value_loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        """Per-token terms of the critic's objective."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ state
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Adapt coefficients to what a step measured."""
+
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart (an adaptive coefficient)."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    # ------------------------------------------------------------------ help for subclasses
+
+    def old_logprob(self, batch: Batch, outputs: Outputs) -> Tensor:
+        """Log-probs at the weights the step started with; float32 [T].
+
+        With one optimizer step per batch they are the current ones, detached: the ratio is exactly 1 and no separate
+        pass is needed.
+        """
+        if batch.old_logprob_T is not None:
+            return batch.old_logprob_T
+        assert outputs.logprob_T is not None
+        return outputs.logprob_T.detach()

@@ -1,0 +1,268 @@
+"""`Batch`: trajectories packed end to end, the form that trains. No padding exists anywhere.
+
+Suffixes: N trajectories · N1 is N + 1 · T tokens of all trajectories laid end to end. A field's suffix is what
+`select`, `concat` and `compact` go by, so a field or an extra of either kind moves with its rows by itself.
+
+Two views of the same rows:
+
+- *full*: every token, as the model reads it;
+- *compact* (`batch.compact()`): trained tokens only. Algorithms see nothing else, so a prompt, a tool's answer or a
+  NaN at a masked position cannot reach an advantage, a loss, a metric or a mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Denominators of a whole mini-batch. They stay with every part that is cut from it."""
+
+    tokens: int  # trained tokens
+    sequences: int  # trajectories with at least one trained token
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Two trajectories, `[5, 6 | 7, 8]` with reward 1 and `[5, 6 | 2]` with reward 0, sampled after `|`::
+
+        token_T  [5, 6, 7, 8, 5, 6, 2]      offset_N1 [0, 4, 7]
+        mask_T   [0, 0, 1, 1, 0, 0, 1]      reward_N  [1, 0]     group_N [0, 0]    sample_N [0, 1]
+        reward_T [0, 0, 0, 1, 0, 0, 0]      logprob at position t is that of token t, given all before it
+
+    Optional fields are None until a pass has filled them; unset positions of a filled one are NaN.
+    """
+
+    # what was generated
+    token_T: Tensor  # int64
+    provenance_T: Tensor  # uint8
+    sampling_logprob_T: Tensor  # float32, NaN where not sampled
+    version_T: Tensor  # int32, -1 where not sampled
+    offset_N1: Tensor  # int64
+    # who it belongs to
+    group_N: Tensor  # int64, by identity: members need not be adjacent
+    sample_N: Tensor  # int64; trajectories of one sample share it, baselines count samples
+    bundle_N: Tensor  # int64; rows with one bundle are never parted
+    baseline_N: Tensor  # bool; enters baselines, is not trained
+    truncated_N: Tensor  # bool
+    temperature_N: Tensor  # float32
+    # what it earned
+    reward_N: Tensor  # float64
+    reward_T: Tensor  # float32, the same reward placed at last sampled tokens (of the turn, or of the trajectory)
+    # what trains
+    mask_T: Tensor  # bool, trained tokens
+    signal_N: Tensor  # bool, rows whose objective can be other than zero
+    minibatch_N: Tensor  # int64, the optimizer step a row belongs to
+    counts: Counts | None = None  # of the mini-batch this was cut from; None: this is the whole
+    # what passes over the models found
+    old_logprob_T: Tensor | None = None  # at the weights the step starts with
+    reference_logprob_T: Tensor | None = None
+    value_T: Tensor | None = None  # of the state in which the token was chosen
+    bootstrap_N: Tensor | None = None  # value of the state after the last token; used where truncated
+    # what the algorithm made of it
+    advantage_T: Tensor | None = None
+    return_T: Tensor | None = None
+    weight_T: Tensor | None = None  # importance correction
+    reward_parts_N: Mapping[str, Tensor] = field(default_factory=dict)  # float64, by name
+    extras_T: Mapping[str, Tensor] = field(default_factory=dict)
+    extras_N: Mapping[str, Tensor] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ sizes
+
+    def __len__(self) -> int:
+        return len(self.offset_N1) - 1
+
+    @property
+    def length_N(self) -> Tensor:
+        return self.offset_N1.diff()
+
+    @property
+    def row_T(self) -> Tensor:
+        """The trajectory that each token belongs to, int64."""
+        import torch
+
+        return torch.repeat_interleave(torch.arange(len(self)), self.length_N)
+
+    @property
+    def trained_N(self) -> Tensor:
+        """Trained tokens per trajectory, int64. A trajectory with none counts in no denominator."""
+        return self.sum_N(self.mask_T.long())
+
+    def count(self) -> Counts:
+        """The denominators: those this part carries, or its own."""
+        if self.counts is not None:
+            return self.counts
+        trained_N = self.trained_N
+        return Counts(int(trained_N.sum()), int((trained_N > 0).sum()))
+
+    def sum_N(self, term_T: Tensor) -> Tensor:
+        """Sum a [T] tensor over each trajectory, with gradient; [N]."""
+        return term_T.new_zeros(len(self)).index_add(0, self.row_T, term_T)
+
+    # ------------------------------------------------------------------ moving rows
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def select(self, rows: Tensor | Sequence[int]) -> Batch:
+        """These rows in this order, the denominators of the whole kept."""
+        import torch
+
+        rows_M = torch.as_tensor(rows, dtype=torch.int64)
+        starts, lengths = self.offset_N1[:-1][rows_M], self.length_N[rows_M]
+        offset_N1 = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        take_T = torch.repeat_interleave(starts - offset_N1[:-1], lengths) + torch.arange(int(offset_N1[-1]))
+        changes = _each(self, lambda x: x[take_T], lambda x: x[rows_M])
+        return self.replace(**changes, offset_N1=offset_N1, counts=self.count())
+
+    def compact(self) -> Batch:
+        """Trained tokens only. Rows stay, the one without a trained token becomes empty."""
+        import torch
+
+        offset_N1 = torch.cat([self.trained_N.new_zeros(1), self.trained_N.cumsum(0)])
+        changes = _each(self, lambda x: x[self.mask_T], lambda x: x)
+        return self.replace(**changes, offset_N1=offset_N1)
+
+    def expand(self, term_T: Tensor) -> Tensor:
+        """A tensor of `compact()` laid back on the full tokens; NaN (or 0 for integers) elsewhere."""
+        fill = float("nan") if term_T.is_floating_point() else 0
+        whole = term_T.new_full((len(self.token_T), *term_T.shape[1:]), fill)
+        whole[self.mask_T] = term_T
+        return whole
+
+    def expanded(self, compact: Batch) -> Batch:
+        """This batch with what an algorithm added to its compact view; a narrowed mask narrows this one's."""
+        import torch
+
+        names = ("advantage_T", "return_T", "weight_T")
+        added = {n: self.expand(v) for n in names if (v := getattr(compact, n)) is not None}
+        extras = {n: self.expand(v) for n, v in compact.extras_T.items() if n not in self.extras_T}
+        mask_T = torch.zeros_like(self.mask_T)
+        mask_T[self.mask_T] = compact.mask_T
+        return self.replace(
+            **added,
+            mask_T=mask_T,
+            signal_N=compact.signal_N,
+            extras_T={**self.extras_T, **extras},
+            extras_N=compact.extras_N,
+        )
+
+    def minibatches(self) -> list[Batch]:
+        """The mini-batches, in order, each with its own denominators."""
+        whole = self.replace(counts=None)
+        parts = [whole.select((self.minibatch_N == m).nonzero()[:, 0]) for m in self.minibatch_N.unique().tolist()]
+        return [p.replace(counts=p.replace(counts=None).count()) for p in parts]
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """Rows of all parts, in order. Parts have the same optional fields and extras."""
+        import torch
+
+        first = parts[0]
+        changes: dict[str, Any] = {}
+        for name, values in ((f.name, [getattr(p, f.name) for p in parts]) for f in dataclasses.fields(first)):
+            if isinstance(values[0], Mapping):
+                changes[name] = {k: torch.cat([v[k] for v in values]) for k in values[0]}
+            elif values[0] is not None and name not in ("offset_N1", "counts"):
+                changes[name] = torch.cat(values)
+        lengths = torch.cat([p.length_N for p in parts])
+        changes["offset_N1"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return first.replace(**changes)
+
+    # ------------------------------------------------------------------ from records
+
+    @staticmethod
+    def pack(groups: Sequence[Group], minibatches: int = 1) -> Batch:
+        """Pack the usable samples of these groups; failed ones are in no batch, no baseline and no denominator.
+
+        Mini-batches take whole groups in turn, so that each holds the same number of prompts, give or take one.
+        """
+        import torch
+
+        rows: list[tuple[int, int, Kind, Trajectory]] = []
+        number = 0
+        for at, group in enumerate(groups):
+            for sample in group.usable:
+                rows += [(at, number, sample.kind, t) for t in sample.trajectories]
+                number += 1
+        if not rows:
+            raise ValueError("no trajectory to pack: every sample of every group failed")
+        trajectories = [t for *_, t in rows]
+        lengths = torch.tensor([len(t.token_T) for t in trajectories])
+        rewards = [t.reward if t.reward is not None else Reward(0.0) for t in trajectories]
+        provenance_T = _flat(t.provenance_T for t in trajectories)
+        baseline_N = torch.tensor([kind == Kind.BASELINE for *_, kind, _ in rows])
+        return Batch(
+            token_T=_flat(t.token_T for t in trajectories),
+            provenance_T=provenance_T,
+            sampling_logprob_T=_flat(t.logprob_T for t in trajectories),
+            version_T=_flat(t.version_T for t in trajectories),
+            offset_N1=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            group_N=torch.tensor([groups[at].index for at, *_ in rows]),
+            sample_N=torch.tensor([number for _, number, *_ in rows]),
+            bundle_N=_bundles(rows),
+            baseline_N=baseline_N,
+            truncated_N=torch.tensor([t.ended == Ended.TRUNCATED for t in trajectories]),
+            temperature_N=torch.tensor([t.temperature for t in trajectories], dtype=torch.float32),
+            reward_N=torch.tensor([r.value for r in rewards], dtype=torch.float64),
+            reward_T=_flat(_placed(t, r) for t, r in zip(trajectories, rewards, strict=True)),
+            mask_T=(provenance_T == Provenance.SAMPLED) & ~torch.repeat_interleave(baseline_N, lengths),
+            signal_N=~baseline_N,
+            minibatch_N=torch.tensor([at % minibatches for at, *_ in rows]),
+            reward_parts_N={
+                name: torch.tensor([r.parts.get(name, math.nan) for r in rewards], dtype=torch.float64)
+                for name in sorted({name for r in rewards for name in r.parts})
+            },
+            extras_T={k: _flat(t.extras_T[k] for t in trajectories) for k in trajectories[0].extras_T},
+            extras_N={
+                k: torch.from_numpy(np.stack([t.extras_N[k] for t in trajectories])) for k in trajectories[0].extras_N
+            },
+        )
+
+
+def _each(batch: Batch, tokens: Any, rows: Any) -> dict[str, Any]:
+    """Apply `tokens` to every [T] field and `rows` to every [N] field."""
+    changes: dict[str, Any] = {}
+    for name, value in ((f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch)):
+        apply = tokens if name.endswith("_T") else rows if name.endswith("_N") else None
+        if apply is None or value is None:
+            continue
+        changes[name] = {k: apply(v) for k, v in value.items()} if isinstance(value, Mapping) else apply(value)
+    return changes
+
+
+def _flat(arrays: Any) -> Tensor:
+    import torch
+
+    return torch.from_numpy(np.concatenate(list(arrays)))
+
+
+def _placed(trajectory: Trajectory, reward: Reward) -> np.ndarray:
+    """The reward on tokens, float32 [T]: by turn where it came by turn, else at the last sampled token."""
+    reward_T = np.zeros(len(trajectory.token_T), np.float32)
+    if reward.turns:
+        reward_T[list(trajectory.turn_ends)] = reward.turns
+    elif trajectory.turn_ends:
+        reward_T[trajectory.turn_ends[-1]] = reward.value
+    return reward_T
+
+
+def _bundles(rows: Sequence[tuple[int, int, Kind, Trajectory]]) -> Tensor:
+    """Number bundles across the batch; a trajectory without one is its own."""
+    import torch
+
+    seen: dict[tuple[int, int], int] = {}
+    keys = [(at, t.bundle) if t.bundle is not None else (-1, i) for i, (at, _, _, t) in enumerate(rows)]
+    return torch.tensor([seen.setdefault(key, len(seen)) for key in keys])

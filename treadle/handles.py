@@ -1,0 +1,187 @@
+"""What loops, agents and rewards see of the rest of the system: protocols, no implementation.
+
+A loop that is written against these cannot tell one process from a cluster, nor one engine from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.batch import Batch
+    from treadle.types import Completion, Group, Prompt, Request, Reward, Statistics, TokenRequest, Trajectory
+
+T = TypeVar("T")
+
+Quantity = Literal["logprob", "entropy", "sum_p2", "value"]
+"""Per-token quantities an objective may ask for. `sum_p2` is Σ_v p(v)², a cheap measure of peakedness."""
+
+Aggregate = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+"""How terms become one number (the normaliser rule); see `algorithms/aggregate.py`."""
+
+OnPublish = Literal["drain", "resume", "continue"]
+"""What happens to generations in flight when new weights arrive: they finish first · they stop, keep their tokens
+and go on from them under the new weights, the KV cache recomputed · the weights change under them, the KV cache kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the current model says about a compact batch: `T` counts its trained tokens. Only what was asked for."""
+
+    logprob_T: Tensor | None = None  # float32, at the temperature that sampled
+    entropy_T: Tensor | None = None  # float32, nats
+    sum_p2_T: Tensor | None = None
+    value_T: Tensor | None = None  # of the state in which the token was chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One addend of a loss: per-token terms and how they become one number."""
+
+    term_T: Tensor
+    aggregate: Aggregate = "token-mean"
+    length: int = 1  # L of "constant": Σ / (N·L)
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Per-token terms; the engine sums them and divides once by the counts of the global mini-batch."""
+
+    terms: Sequence[Term]
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [T], each a token-weighted mean over rows with signal
+    peaks: Mapping[str, Tensor] = field(default_factory=dict)  # [T], each reported as its maximum
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """All that a training engine knows of an algorithm.
+
+    `loss(batch, outputs)` sees compact micro-batches of whole trajectories. An objective that needs statistics of the
+    current model over the whole mini-batch gives `select`: then the engine makes a pass without gradient, calls
+    `select(batch, outputs)` once on the whole compact mini-batch, and trains what it returns (a narrower mask, weights).
+    """
+
+    loss: Callable[[Batch, Outputs], Loss]
+    needs: frozenset[Quantity] = frozenset({"logprob"})
+    select: Callable[[Batch, Outputs], Batch] | None = None
+
+
+class TrainingEngine(Protocol):
+    """A model that trains. Nine methods, and it knows no algorithm by name."""
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-prob of every trained token at the batch's temperatures; float32 [T], NaN elsewhere."""
+        ...
+
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Value of the state in which each trained token was chosen, float32 [T] (NaN elsewhere), and of the state
+        after each trajectory's last token, float32 [N] (0 unless truncated)."""
+        ...
+
+    def step(self, batch: Batch, objective: Objective) -> Statistics:
+        """One optimizer step on one mini-batch."""
+        ...
+
+    def export(self) -> Iterable[tuple[str, Tensor]]:
+        """Full tensors in Hugging Face names and compute dtype, one at a time."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Everything that training needs to go on bit for bit, into a new directory."""
+        ...
+
+    def load(self, path: Path) -> None: ...
+    def offload(self) -> None: ...
+    def onload(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class RolloutHandle(Protocol):
+    """A generation engine, or a pool of them: token ids in, token ids out."""
+
+    async def generate(self, request: TokenRequest) -> Completion: ...
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, on_publish: OnPublish) -> None:
+        """Take these weights (None: they are shared with the trainer and already there) and stamp `version`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two tokens; everything in flight is kept."""
+        ...
+
+    async def resume(self) -> None: ...
+    async def sleep(self) -> None:
+        """Free the device memory (caches, weights that can be had again); `wake` undoes it."""
+        ...
+
+    async def wake(self) -> None: ...
+    def stats(self) -> Mapping[str, float]: ...
+    async def close(self) -> None: ...
+
+
+class ModelHandle(Protocol):
+    """A role that only looks: the reference policy's log-probs, a teacher's, a critic's values."""
+
+    async def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The batch fields that this role fills, by name."""
+        ...
+
+
+class TrainedHandle(ModelHandle, Protocol):
+    """A role that learns: the policy, the critic."""
+
+    async def step(self, batch: Batch) -> Statistics: ...
+    async def save(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+
+
+class Publisher(Protocol):
+    """Moves the policy's weights into the rollout engine and attests them."""
+
+    async def __call__(self, version: int) -> Statistics:
+        """Raises `WeightSyncError` when the engine does not answer with what the policy holds."""
+        ...
+
+
+class Agent(Protocol):
+    """How one request becomes trajectories: a single turn, a tool loop, an environment, an outside program."""
+
+    async def __call__(self, request: Request, sample_id: str, rollout: RolloutHandle) -> list[Trajectory]: ...
+
+
+class Scorer(Protocol):
+    """Gives a finished trajectory its reward; raises `RewardError` after its retries."""
+
+    async def __call__(self, trajectory: Trajectory) -> Reward: ...
+
+
+class PromptSource(Protocol):
+    """Where prompts come from. Its position is exact: `state()` and `restore()` continue with the next prompt."""
+
+    def next(self) -> Prompt | None:
+        """The next prompt, or None at the end of finite data."""
+        ...
+
+    def feedback(self, group: Group) -> None:
+        """A group of this source has been consumed (for curricula)."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+RewardFunction = Callable[["Trajectory"], "float | Reward | Awaitable[float | Reward]"]
+
+
+class Device(Protocol):
+    """Devices that roles share by turns. One call at a time; smaller priorities first, then in order of asking."""
+
+    async def run(self, call: Callable[[], T], priority: int = 1) -> T:
+        """Run `call` when its turn comes, on the thread that owns these devices."""
+        ...
