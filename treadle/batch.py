@@ -159,6 +159,12 @@ class Batch:
             extras_N=compact.extras_N,
         )
 
+    def mark_signal(self) -> Batch:
+        """Rows without a trained token whose advantage is other than zero have no signal: passes may leave them out."""
+        assert self.advantage_T is not None
+        moves_T = self.mask_T & (self.advantage_T != 0)
+        return self.replace(signal_N=self.signal_N & (self.sum_N(moves_T.long()) > 0))
+
     def minibatches(self) -> list[Batch]:
         """The mini-batches, in order, each with its own denominators."""
         whole = self.replace(counts=None)

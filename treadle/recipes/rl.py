@@ -1,0 +1,176 @@
+"""Reinforcement learning of a language model: the one loop.
+
+             slots: (max_staleness + 1) × prompts_per_step
+                  │
+    prompts ──► collect ──► groups, in start order ──► learn ──► publish ──► rollout loads, version += 1
+                  │  ▲                                    │
+        agent ◄───┘  └── reward                           ├─ old, reference log-probs, values → advantages
+          │                                               └─ policy.step, critic.step
+          └─► rollout engine (token ids in, token ids out)
+
+`max_staleness = 0` is the synchronous on-policy trainer: a step's slots are given back when the step has ended, so
+nothing is generated meanwhile. 1 is the one-step-off pipeline, k is bounded asynchrony. There is no other loop.
+
+What waits for what: `take` waits for the oldest groups, and they for generation and reward; a publish waits for
+generation as `on_publish` says; evaluation runs between steps, so the next publish waits for it; slots wait for the
+end of the step. The first failure anywhere ends the run with its own traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.batch import Batch
+from treadle.recipes.collect import Collector, FailureBudget, Sampler, evaluate, first
+from treadle.recipes.measure import Stopwatch, measure_batch, measure_evaluation
+from treadle.types import Statistics, merge
+
+if TYPE_CHECKING:
+    from treadle.algorithms.base import Algorithm, Role
+    from treadle.handles import Agent, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
+    from treadle.recipes.config import RLConfig
+    from treadle.runs.recorder import Recorder
+    from treadle.types import Prompt
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything the loop drives. It cannot tell one process from a cluster, or one engine from another."""
+
+    algorithm: Algorithm
+    prompts: PromptSource
+    held_out: list[Prompt]
+    agent: Agent
+    evaluator: Agent
+    scorer: Scorer
+    rollout: RolloutHandle
+    publish: Publisher
+    models: Mapping[Role, TrainedHandle]
+    record: Recorder
+
+
+async def train(config: RLConfig, system: System) -> None:
+    """Train until `config.steps` or the end of the data, from the latest checkpoint if there is one."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            await _train(config, system, tasks)
+    except BaseExceptionGroup as group:
+        raise first(group) from None
+
+
+async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> None:
+    algorithm, models, record = system.algorithm, system.models, system.record
+    failures = FailureBudget(config.reward.max_failed, config.prompts_per_step * algorithm.config.group_size)
+    collector = Collector(
+        prompts=system.prompts,
+        algorithm=algorithm,
+        sample=Sampler(system.agent, system.scorer, system.rollout, failures),
+        record=record,
+        slots=(config.max_staleness + 1) * config.prompts_per_step,
+        max_filtered=config.max_filtered_groups,
+    )
+    step, version = await restore(system, collector)
+    await system.publish(version)
+    if step == 0:
+        await judge(config, system, 0)
+    collecting = tasks.create_task(collector.run(tasks))
+
+    while step < config.steps:
+        step += 1
+        collector.step, collector.version = step, version
+        watch = Stopwatch()
+
+        with watch("generate"):
+            groups = await collector.take(config.prompts_per_step)
+        if not groups:
+            break
+        assert all(version - group.oldest_version <= config.max_staleness for group in groups)
+
+        with watch("look"):
+            batch = Batch.pack(groups, algorithm.config.minibatches)
+            batch = await look(batch, algorithm.before_advantages, models)
+            batch = estimate(batch, algorithm)
+            batch = await look(batch, algorithm.passes_before_loss, models)
+        with watch("update"):
+            learned = await learn(batch, step, algorithm, models)
+        with watch("publish"):
+            if moved(learned):
+                version += 1
+                learned = merge(learned, await system.publish(version))
+
+        statistics = merge(learned, measure_batch(groups, batch, version))
+        record.trained(step, groups, batch, statistics, watch.seconds)
+        algorithm.after_step({name: value.value for name, value in statistics.items()})
+        if config.evaluation.due(step, config.steps):
+            await judge(config, system, step)
+        if record.checkpoint_due(step, config.steps):
+            await save(step, version, system, collector.state(groups))
+        collector.release(groups)
+
+    collecting.cancel()
+
+
+async def look(batch: Batch, roles: Iterable[Role], models: Mapping[Role, TrainedHandle]) -> Batch:
+    """Fill in what these roles see: the policy's old log-probs, the reference's log-probs, the critic's values."""
+    found = await asyncio.gather(*(models[role].annotate(batch) for role in sorted(roles)))
+    return batch.replace(**{name: values for seen in found for name, values in seen.items()})
+
+
+def estimate(batch: Batch, algorithm: Algorithm) -> Batch:
+    """Advantages, computed on trained tokens alone."""
+    batch = batch.expanded(algorithm.advantages(batch.compact()))
+    return batch.mark_signal() if algorithm.skips_no_signal else batch
+
+
+async def learn(batch: Batch, step: int, algorithm: Algorithm, models: Mapping[Role, TrainedHandle]) -> Statistics:
+    """One optimizer step per mini-batch and epoch, for every trained role whose time has come."""
+    roles = [role for role in algorithm.trains if step > algorithm.first_step(role)]
+    parts: list[Statistics] = []
+    for _ in range(algorithm.config.epochs):
+        for minibatch in batch.minibatches():
+            parts += await asyncio.gather(*(models[role].step(minibatch) for role in roles))
+    return merge(*parts)
+
+
+def moved(learned: Statistics) -> bool:
+    """Did any optimizer step change the policy? Critic warm-up and skipped steps do not make a version."""
+    return "policy/skipped" in learned and learned["policy/skipped"].value < 1.0
+
+
+async def judge(config: RLConfig, system: System, step: int) -> None:
+    """Evaluate on the held-out prompts: sampled and greedy, under the same token limit."""
+    if not system.held_out:
+        return
+    unlimited = FailureBudget(1.0, len(system.held_out) * config.evaluation.samples)
+    sample = Sampler(system.evaluator, system.scorer, system.rollout, unlimited)
+    ways = {"sampled": False, "greedy": True} if config.evaluation.greedy else {"sampled": False}
+    groups = {
+        way: await evaluate(system.held_out, config.evaluation.samples, greedy, sample, f"evaluation/{step}/{way}")
+        for way, greedy in ways.items()
+    }
+    system.record.evaluated(step, groups, measure_evaluation(groups))
+
+
+async def save(step: int, version: int, system: System, collected: Mapping[str, object]) -> None:
+    """Write a checkpoint: every trained role, the algorithm, the place in the data."""
+    state = {"step": step, "version": version, "collector": collected, "algorithm": system.algorithm.state()}
+    with system.record.checkpoint(step, state) as path:
+        for role in system.algorithm.trains:
+            await system.models[role].save(Path(path) / role)
+
+
+async def restore(system: System, collector: Collector) -> tuple[int, int]:
+    """Go on from the latest checkpoint: (steps done, version)."""
+    found = system.record.restore()
+    if found is None:
+        return 0, 0
+    path, state = found
+    for role in system.algorithm.trains:
+        await system.models[role].load(path / role)
+    system.algorithm.restore(state["algorithm"])
+    collector.restore(state["collector"])
+    return state["step"], state["version"]
