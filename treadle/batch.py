@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treadle.errors import RewardError
 from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Batch:
     truncated_N: Tensor  # bool
     temperature_N: Tensor  # float32
     # what it earned
-    reward_N: Tensor  # float64
+    reward_N: Tensor  # float64, NaN where nothing scored it
     reward_T: Tensor  # float32, the same reward placed at last sampled tokens (of the turn, or of the trajectory)
     # what trains
     mask_T: Tensor  # bool, trained tokens
@@ -93,7 +94,7 @@ class Batch:
         """The trajectory that each token belongs to, int64."""
         import torch
 
-        return torch.repeat_interleave(torch.arange(len(self)), self.length_N)
+        return torch.repeat_interleave(torch.arange(len(self), device=self.offset_N1.device), self.length_N)
 
     @property
     def trained_N(self) -> Tensor:
@@ -131,8 +132,9 @@ class Batch:
         """Trained tokens only. Rows stay, the one without a trained token becomes empty."""
         import torch
 
-        offset_N1 = torch.cat([self.trained_N.new_zeros(1), self.trained_N.cumsum(0)])
-        changes = _each(self, lambda x: x[self.mask_T], lambda x: x)
+        trained_N, kept_T = self.trained_N, self.mask_T.nonzero()[:, 0]
+        offset_N1 = torch.cat([trained_N.new_zeros(1), trained_N.cumsum(0)])
+        changes = _each(self, lambda x: x[kept_T], lambda x: x)
         return self.replace(**changes, offset_N1=offset_N1)
 
     def expand(self, term_T: Tensor) -> Tensor:
@@ -143,7 +145,11 @@ class Batch:
         return whole
 
     def expanded(self, compact: Batch) -> Batch:
-        """This batch with what an algorithm added to its compact view; a narrowed mask narrows this one's."""
+        """This batch with what an algorithm added to its compact view.
+
+        A narrowed mask narrows this one's, and a mini-batch counts again: what was deselected is in no denominator.
+        Extras are added, never changed.
+        """
         import torch
 
         names = ("advantage_T", "return_T", "weight_T")
@@ -151,13 +157,17 @@ class Batch:
         extras = {n: self.expand(v) for n, v in compact.extras_T.items() if n not in self.extras_T}
         mask_T = torch.zeros_like(self.mask_T)
         mask_T[self.mask_T] = compact.mask_T
-        return self.replace(
+        whole = self.replace(
             **added,
             mask_T=mask_T,
             signal_N=compact.signal_N,
             extras_T={**self.extras_T, **extras},
             extras_N=compact.extras_N,
+            counts=None,
         )
+        if self.counts is None:
+            return whole
+        return whole.replace(counts=self.counts if bool(compact.mask_T.all()) else whole.count())
 
     def mark_signal(self) -> Batch:
         """Rows without a trained token whose advantage is other than zero have no signal: passes may leave them out."""
@@ -173,15 +183,20 @@ class Batch:
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
-        """Rows of all parts, in order. Parts have the same optional fields and extras."""
+        """Rows of all parts, in order. Parts were cut from one batch (samples and bundles are numbered in it) and have
+        the same optional fields and extras."""
         import torch
 
         first = parts[0]
         changes: dict[str, Any] = {}
         for name, values in ((f.name, [getattr(p, f.name) for p in parts]) for f in dataclasses.fields(first)):
+            if name in ("offset_N1", "counts"):
+                continue
+            if len({tuple(sorted(v)) if isinstance(v, Mapping) else v is None for v in values}) > 1:
+                raise ValueError(f"parts of one batch differ in {name}: every pass fills all of them, or none")
             if isinstance(values[0], Mapping):
                 changes[name] = {k: torch.cat([v[k] for v in values]) for k in values[0]}
-            elif values[0] is not None and name not in ("offset_N1", "counts"):
+            elif values[0] is not None:
                 changes[name] = torch.cat(values)
         lengths = torch.cat([p.length_N for p in parts])
         changes["offset_N1"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -207,7 +222,7 @@ class Batch:
             raise ValueError("no trajectory to pack: every sample of every group failed")
         trajectories = [t for *_, t in rows]
         lengths = torch.tensor([len(t.token_T) for t in trajectories])
-        rewards = [t.reward if t.reward is not None else Reward(0.0) for t in trajectories]
+        rewards = [t.reward if t.reward is not None else Reward(math.nan) for t in trajectories]
         provenance_T = _flat(t.provenance_T for t in trajectories)
         baseline_N = torch.tensor([kind == Kind.BASELINE for *_, kind, _ in rows])
         return Batch(
@@ -231,9 +246,10 @@ class Batch:
                 name: torch.tensor([r.parts.get(name, math.nan) for r in rewards], dtype=torch.float64)
                 for name in sorted({name for r in rewards for name in r.parts})
             },
-            extras_T={k: _flat(t.extras_T[k] for t in trajectories) for k in trajectories[0].extras_T},
+            extras_T={k: _flat(values) for k, values in _columns([t.extras_T for t in trajectories]).items()},
             extras_N={
-                k: torch.from_numpy(np.stack([t.extras_N[k] for t in trajectories])) for k in trajectories[0].extras_N
+                k: torch.from_numpy(np.stack(values))
+                for k, values in _columns([t.extras_N for t in trajectories]).items()
             },
         )
 
@@ -255,9 +271,22 @@ def _flat(arrays: Any) -> Tensor:
     return torch.from_numpy(np.concatenate(list(arrays)))
 
 
+def _columns(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
+    """Extras by name, each with one array per trajectory."""
+    if len({frozenset(row) for row in rows}) > 1:
+        names = sorted({name for row in rows for name in row})
+        raise ValueError(f"an extra is on every trajectory of a batch or on none; some of these lack one of {names}")
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 def _placed(trajectory: Trajectory, reward: Reward) -> np.ndarray:
     """The reward on tokens, float32 [T]: by turn where it came by turn, else at the last sampled token."""
     reward_T = np.zeros(len(trajectory.token_T), np.float32)
+    if reward.turns and len(reward.turns) != len(trajectory.turn_ends):
+        raise RewardError(
+            f"the reward of prompt {trajectory.prompt.id} has {len(reward.turns)} turns, its trajectory "
+            f"{len(trajectory.turn_ends)}; give one number per turn, or one value for the episode"
+        )
     if reward.turns:
         reward_T[list(trajectory.turn_ends)] = reward.turns
     elif trajectory.turn_ends:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from treadle.config import Config, key
-from treadle.handles import Aggregate, Loss, Outputs, Quantity
+from treadle.handles import Aggregate, Loss, Outputs, Quantity, Term
 from treadle.types import Request
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Algorithm:
 
     @property
     def passes_before_loss(self) -> frozenset[Role]:
-        """`before_loss`, the old log-probs where more than one optimizer step needs them, less what is there already."""
+        """`before_loss`, and the old log-probs where several optimizer steps need them, less what is there already."""
         several = frozenset[Role]({"policy"} if self.config.epochs * self.config.minibatches > 1 else ())
         return (self.before_loss | several) - self.before_advantages
 
@@ -101,7 +101,8 @@ class Algorithm:
     # ------------------------------------------------------------------ state
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Adapt coefficients to what a step measured."""
+        """Adapt coefficients to what a step measured, by the names of `metrics.jsonl` (`policy/…` where the policy
+        was updated)."""
 
     def state(self) -> dict[str, Any]:
         """What must survive a restart (an adaptive coefficient)."""
@@ -110,6 +111,10 @@ class Algorithm:
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     # ------------------------------------------------------------------ help for subclasses
+
+    def term(self, term_T: Tensor, coefficient: float = 1.0) -> Term:
+        """One addend of the loss, put together as the configuration says."""
+        return Term(term_T, self.config.aggregate, self.config.constant_length, coefficient)
 
     def old_logprob(self, batch: Batch, outputs: Outputs) -> Tensor:
         """Log-probs at the weights the step started with; float32 [T].

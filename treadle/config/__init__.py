@@ -1,5 +1,19 @@
 """Typed configuration: models, loading with overrides, errors that name the nearest valid key."""
 
 from treadle.config.base import Config, key
+from treadle.config.load import dump, leaves, load, plain
+from treadle.config.plugins import check_name, config_class, plugin, plugin_class, resolve
 
-__all__ = ["Config", "key"]
+__all__ = [
+    "Config",
+    "check_name",
+    "config_class",
+    "dump",
+    "key",
+    "leaves",
+    "load",
+    "plain",
+    "plugin",
+    "plugin_class",
+    "resolve",
+]

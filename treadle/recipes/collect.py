@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treadle.errors import RewardError, TrainingError
-from treadle.types import Group, Kind, Prompt, Request, Sample
+from treadle.types import Group, Prompt, Request, Sample
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm
     from treadle.handles import Agent, PromptSource, RolloutHandle, Scorer
     from treadle.runs.recorder import Recorder
+
+T = TypeVar("T")
 
 
 class FailureBudget:
@@ -83,16 +85,27 @@ class Collector:
         self._free = asyncio.Semaphore(self.slots)
         self._started: asyncio.Queue[asyncio.Task[Group | None] | None] = asyncio.Queue()
         self._in_flight: dict[int, Prompt] = {}
+        self._finished = 0  # samples of groups that are still held
+        self._running: set[asyncio.Task[Group | None]] = set()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Start groups until the data ends."""
         while True:
             await self._free.acquire()
-            prompt = self.pending.pop(0) if self.pending else self.prompts.next()
+            again = bool(self.pending)
+            prompt = self.pending.pop(0) if again else self.prompts.next()
             if prompt is None:
                 return self._started.put_nowait(None)
             self._in_flight[prompt.index] = prompt
-            self._started.put_nowait(tasks.create_task(self._group(prompt)))
+            task = tasks.create_task(self._group(prompt, again))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            self._started.put_nowait(task)
+
+    def stop(self) -> None:
+        """Give up what is in flight; the ledger will say `cancelled`."""
+        for task in self._running:
+            task.cancel()
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` groups worth training, in start order; fewer only where the data ends."""
@@ -133,15 +146,23 @@ class Collector:
 
     def _give_back(self, prompt: Prompt) -> None:
         del self._in_flight[prompt.index]
+        self._finished = max(0, self._finished - self.algorithm.config.group_size)
         self._free.release()
 
-    async def _group(self, prompt: Prompt) -> Group | None:
-        """Run one group; None if it was filtered."""
+    async def _sample(self, request: Request, sample_id: str) -> Sample:
+        sample = await self.sample(request, sample_id)
+        self._finished += 1
+        self.record.progress.stage("generate", self._finished, len(self._in_flight) * self.algorithm.config.group_size)
+        return sample
+
+    async def _group(self, prompt: Prompt, again: bool) -> Group | None:
+        """Run one group, issued already if `again`; None if it was filtered."""
         version = self.version
         requests = self.algorithm.requests(prompt)
         ids = [f"{prompt.index}.{i}" for i in range(len(requests))]
-        self.record.issued(prompt, [(i, r.kind) for i, r in zip(ids, requests, strict=True)], self.step)
-        samples = await _all(self.sample(r, i) for r, i in zip(requests, ids, strict=True))
+        if not again:
+            self.record.issued(prompt, [(i, r.kind) for i, r in zip(ids, requests, strict=True)], self.step)
+        samples = await gather(self._sample(r, i) for r, i in zip(requests, ids, strict=True))
         group = Group(prompt.index, prompt, tuple(samples), version)
         why = "every sample failed" if not group.usable else self.algorithm.keep(group)
         if why is None:
@@ -151,15 +172,7 @@ class Collector:
         return None
 
 
-async def evaluate(prompts: list[Prompt], samples: int, greedy: bool, sample: Sampler, label: str) -> list[Group]:
-    """Sample each prompt so often (once, if greedy) and score it; groups in the order of the prompts."""
-    request = [(p, Request(p, Kind.EVALUATION, greedy), i) for p in prompts for i in range(1 if greedy else samples)]
-    done = await _all(sample(r, f"{label}/{p.index}.{i}") for p, r, i in request)
-    each = len(request) // len(prompts)
-    return [Group(p.index, p, tuple(done[n * each : (n + 1) * each])) for n, p in enumerate(prompts)]
-
-
-async def _all(coroutines: Any) -> list[Any]:
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; the first that raises cancels the others and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:

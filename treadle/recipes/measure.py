@@ -13,19 +13,23 @@ from treadle.types import Ended, Group, Kind, Max, Mean, Sample, Statistics
 
 if TYPE_CHECKING:
     from treadle.batch import Batch
+    from treadle.runs.progress import Progress
 
 
 class Stopwatch:
-    """Seconds by stage: `with watch("update"): …`."""
+    """Seconds by stage of one step: `with watch("update"): …`."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        self._progress.stage(stage, 0, 1)
         begin = time.perf_counter()
         yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
+        self.seconds[stage] = time.perf_counter() - begin
+        self._progress.stage(stage, 1, 1)
 
 
 def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statistics:

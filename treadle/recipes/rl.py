@@ -20,21 +20,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from treadle.batch import Batch
-from treadle.recipes.collect import Collector, FailureBudget, Sampler, evaluate, first
+from treadle.recipes.collect import Collector, FailureBudget, Sampler, first
+from treadle.recipes.evaluate import answer
 from treadle.recipes.measure import Stopwatch, measure_batch, measure_evaluation
-from treadle.types import Statistics, merge
+from treadle.types import Mean, Statistics, merge
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm, Role
     from treadle.handles import Agent, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
     from treadle.recipes.config import RLConfig
     from treadle.runs.recorder import Recorder
-    from treadle.types import Prompt
+    from treadle.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class System:
     record: Recorder
 
 
+@dataclass(frozen=True)
+class Now:
+    """Where a run stands."""
+
+    step: int = 0  # steps done
+    version: int = 0  # of the weights that generate
+    evaluated: int | None = None  # the step after which they were last evaluated
+    data_ended: bool = False
+
+
 async def train(config: RLConfig, system: System) -> None:
     """Train until `config.steps` or the end of the data, from the latest checkpoint if there is one."""
     try:
@@ -63,7 +73,7 @@ async def train(config: RLConfig, system: System) -> None:
 
 
 async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> None:
-    algorithm, models, record = system.algorithm, system.models, system.record
+    algorithm, record = system.algorithm, system.record
     failures = FailureBudget(config.reward.max_failed, config.prompts_per_step * algorithm.config.group_size)
     collector = Collector(
         prompts=system.prompts,
@@ -73,45 +83,53 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
         slots=(config.max_staleness + 1) * config.prompts_per_step,
         max_filtered=config.max_filtered_groups,
     )
-    step, version = await restore(system, collector)
-    await system.publish(version)
-    if step == 0:
-        await judge(config, system, 0)
+    now = await restore(system, collector)
+    await system.publish(now.version)
+    if now.evaluated is None:
+        now = await evaluate(config, system, now)
     collecting = tasks.create_task(collector.run(tasks))
 
-    while step < config.steps:
-        step += 1
-        collector.step, collector.version = step, version
-        watch = Stopwatch()
-
+    while now.step < config.steps and not now.data_ended:
+        collector.step, collector.version = now.step + 1, now.version
+        watch = Stopwatch(record.progress)
         with watch("generate"):
             groups = await collector.take(config.prompts_per_step)
-        if not groups:
-            break
-        assert all(version - group.oldest_version <= config.max_staleness for group in groups)
-
-        with watch("look"):
-            batch = Batch.pack(groups, algorithm.config.minibatches)
-            batch = await look(batch, algorithm.before_advantages, models)
-            batch = estimate(batch, algorithm)
-            batch = await look(batch, algorithm.passes_before_loss, models)
-        with watch("update"):
-            learned = await learn(batch, step, algorithm, models)
-        with watch("publish"):
-            if moved(learned):
-                version += 1
-                learned = merge(learned, await system.publish(version))
-
-        statistics = merge(learned, measure_batch(groups, batch, version))
-        record.trained(step, groups, batch, statistics, watch.seconds)
-        algorithm.after_step({name: value.value for name, value in statistics.items()})
-        if config.evaluation.due(step, config.steps):
-            await judge(config, system, step)
-        if record.checkpoint_due(step, config.steps):
-            await save(step, version, system, collector.state(groups))
+        now = replace(now, data_ended=len(groups) < config.prompts_per_step)
+        if groups:
+            now = await advance(config, system, now, groups, watch)
+        last = now.step == config.steps or now.data_ended
+        if last:
+            collecting.cancel()
+            collector.stop()
+        if (last or config.evaluation.due(now.step)) and now.evaluated != now.step:
+            now = await evaluate(config, system, now)
+        if last or record.checkpoint_due(now.step, config.steps):
+            await save(system, now, collector.state(groups))
         collector.release(groups)
 
-    collecting.cancel()
+
+async def advance(config: RLConfig, system: System, now: Now, groups: list[Group], watch: Stopwatch) -> Now:
+    """One step: look, estimate, learn, publish."""
+    algorithm, models = system.algorithm, system.models
+    step, version = now.step + 1, now.version
+    assert all(version - group.oldest_version <= config.max_staleness for group in groups)
+
+    with watch("look"):
+        batch = Batch.pack(groups, algorithm.config.minibatches)
+        batch = await look(batch, algorithm.before_advantages, models)
+        batch = estimate(batch, algorithm)
+        batch = await look(batch, algorithm.passes_before_loss, models)
+    with watch("update"):
+        learned = await learn(batch, step, algorithm, models)
+    with watch("publish"):
+        if moved(learned):
+            version += 1
+            learned = merge(learned, await system.publish(version))
+
+    statistics = merge(learned, measure_batch(groups, batch, now.version))
+    system.record.trained(step, groups, batch, statistics, watch.seconds)
+    algorithm.after_step({name: value.value for name, value in statistics.items()})
+    return replace(now, step=step, version=version)
 
 
 async def look(batch: Batch, roles: Iterable[Role], models: Mapping[Role, TrainedHandle]) -> Batch:
@@ -138,39 +156,35 @@ async def learn(batch: Batch, step: int, algorithm: Algorithm, models: Mapping[R
 
 def moved(learned: Statistics) -> bool:
     """Did any optimizer step change the policy? Critic warm-up and skipped steps do not make a version."""
-    return "policy/skipped" in learned and learned["policy/skipped"].value < 1.0
+    applied = learned.get("policy/grad_norm")
+    return isinstance(applied, Mean) and applied.weight > 0
 
 
-async def judge(config: RLConfig, system: System, step: int) -> None:
-    """Evaluate on the held-out prompts: sampled and greedy, under the same token limit."""
-    if not system.held_out:
-        return
-    unlimited = FailureBudget(1.0, len(system.held_out) * config.evaluation.samples)
-    sample = Sampler(system.evaluator, system.scorer, system.rollout, unlimited)
-    ways = {"sampled": False, "greedy": True} if config.evaluation.greedy else {"sampled": False}
-    groups = {
-        way: await evaluate(system.held_out, config.evaluation.samples, greedy, sample, f"evaluation/{step}/{way}")
-        for way, greedy in ways.items()
-    }
-    system.record.evaluated(step, groups, measure_evaluation(groups))
+async def evaluate(config: RLConfig, system: System, now: Now) -> Now:
+    """Answer the held-out prompts, if there are any, with the weights as they are."""
+    if prompts := system.held_out:
+        label = f"evaluation/{now.step}"
+        groups = await answer(prompts, config.evaluation, system.evaluator, system.scorer, system.rollout, label)
+        system.record.evaluated(now.step, groups, measure_evaluation(groups))
+    return replace(now, evaluated=now.step)
 
 
-async def save(step: int, version: int, system: System, collected: Mapping[str, object]) -> None:
-    """Write a checkpoint: every trained role, the algorithm, the place in the data."""
-    state = {"step": step, "version": version, "collector": collected, "algorithm": system.algorithm.state()}
-    with system.record.checkpoint(step, state) as path:
+async def save(system: System, now: Now, collector: Mapping[str, object]) -> None:
+    """Write a checkpoint: the place in the run and in the data, the algorithm, every trained role."""
+    state = {"now": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
+    with system.record.checkpoint(now.step, state) as path:
         for role in system.algorithm.trains:
-            await system.models[role].save(Path(path) / role)
+            await system.models[role].save(path / role)
 
 
-async def restore(system: System, collector: Collector) -> tuple[int, int]:
-    """Go on from the latest checkpoint: (steps done, version)."""
+async def restore(system: System, collector: Collector) -> Now:
+    """Go on from the latest checkpoint, or begin."""
     found = system.record.restore()
     if found is None:
-        return 0, 0
+        return Now()
     path, state = found
     for role in system.algorithm.trains:
         await system.models[role].load(path / role)
     system.algorithm.restore(state["algorithm"])
     collector.restore(state["collector"])
-    return state["step"], state["version"]
+    return Now(**state["now"])

@@ -1,0 +1,1 @@
+"""The run directory: the whole truth of a run, readable without this program."""

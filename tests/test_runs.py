@@ -1,0 +1,481 @@
+"""The run directory: kill-safe, balanced, locked, readable, and never silent about a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from rich.console import Console
+
+from tests.run_writer import (
+    CONFIG,
+    STEPS,
+    batch_of,
+    content,
+    group,
+    issue,
+    prompt,
+    record,
+    statistics,
+    trajectory,
+)
+from treadle.errors import LedgerError, RunError
+from treadle.runs import files
+from treadle.runs.checkpoints import STATE, Checkpoints, load_state, save_state
+from treadle.runs.config import RunConfig
+from treadle.runs.curves import draw
+from treadle.runs.directory import RunDirectory
+from treadle.runs.files import write_aside
+from treadle.runs.ledger import Ledger, State, read_totals
+from treadle.runs.log import logging_to
+from treadle.runs.metrics import JsonLines, read_rows, without_times
+from treadle.runs.progress import Progress
+from treadle.runs.recorder import Recorder
+from treadle.runs.samples import Ending, append_samples, read_samples, write_samples
+from treadle.runs.text import readable
+from treadle.types import Kind, Max, Mean, Reward, Sample
+
+ROOT = Path(__file__).parent.parent
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    with RunDirectory.open(tmp_path / "run", CONFIG) as opened:
+        yield opened
+
+
+def recorder(directory: RunDirectory, every: int = 2) -> Recorder:
+    config = RunConfig(dir=str(directory.path), checkpoint_every=every)
+    return Recorder(directory, config, STEPS, Progress(Console(file=StringIO())))
+
+
+def train(record: Recorder, step: int, *indices: int) -> None:
+    """Issue these groups and train them at once."""
+    for index in indices:
+        issue(record, index, step)
+    groups = [group(i) for i in indices]
+    record.trained(step, groups, batch_of(groups), statistics(groups), {"generate": 1.0})
+
+
+# ---------------------------------------------------------------------- killed
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_any_moment_and_started_again_records_what_an_unbroken_run_records(tmp_path: Path, seed: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.run_writer", str(tmp_path), str(seed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kills = re.search(r"killed (\d+) times", done.stdout)
+    assert kills is not None
+    assert int(kills[1]) >= 6
+
+
+def test_two_unbroken_runs_record_the_same_bytes(tmp_path: Path) -> None:
+    record(tmp_path / "a")
+    record(tmp_path / "b")
+    a, b = content(tmp_path / "a"), content(tmp_path / "b")
+    assert a == b
+    metrics = read_rows(tmp_path / "a" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    assert metrics[0] != without_times(metrics[0])
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
+    record(tmp_path)
+    with RunDirectory.open(tmp_path, CONFIG.replace("steps: 7", "steps: 9")) as directory:
+        assert directory.finished
+        summary = directory.read_summary()
+        assert summary is not None
+        assert summary["steps"] == STEPS
+        assert summary["samples"]["in flight"] == 0
+        with recorder(directory) as opened:
+            found = opened.restore()
+            assert found is not None
+            assert found[1]["step"] == STEPS
+            assert not directory.finished
+            for index in found[1]["flying"]:  # cancelled at the end, in flight again by the roll-back
+                issue(opened, index, STEPS + 1)
+        assert directory.config_text.endswith("steps: 9\n")
+
+
+def test_leaving_by_an_error_cancels_what_is_in_flight_and_keeps_what_was_dropped(directory: RunDirectory) -> None:
+    with pytest.raises(KeyboardInterrupt), recorder(directory) as opened:  # noqa: PT012
+        opened.restore()
+        train(opened, 1, 0, 1)
+        issue(opened, 2, 2)
+        issue(opened, 3, 2)
+        opened.filtered(group(2), 2, "rewards are equal")
+        raise KeyboardInterrupt
+    totals = read_totals(directory.ledger)
+    assert {k: n for k, n in totals.items() if n} == {"issued": 12, "trained": 6, "filtered": 3, "cancelled": 3}
+    assert [row["state"] for row in read_samples(directory.samples / "step_000002.parquet")] == ["filtered"] * 3
+    log = directory.log.read_text()
+    assert "interrupted in step 2" in log
+    with recorder(directory) as opened:
+        assert opened.restore() is None  # no checkpoint: from the start
+        assert not list(directory.samples.iterdir())
+        assert not read_rows(directory.metrics)
+        assert read_totals(directory.ledger)["issued"] == 0
+
+
+def test_dropped_between_a_step_and_its_checkpoint_is_recorded_once(directory: RunDirectory) -> None:
+    with recorder(directory) as opened:
+        opened.restore()
+        issue(opened, 5, 1)
+        train(opened, 1, 0)
+        opened.filtered(group(5, failed=(0, 1, 2)), 1, "every sample failed")
+        with opened.checkpoint(1, {}) as path:
+            (path / "weights").write_text("w")
+    with recorder(directory) as opened:
+        opened.restore()
+        train(opened, 2, 1)
+    rows = [row for file in sorted(directory.samples.iterdir()) for row in read_samples(file)]
+    assert [row["sample"] for row in rows if row["group"] == 5] == ["5.0", "5.1", "5.2"]
+    assert {row["why"] for row in rows if row["state"] == "failed"} == {"the judge is down"}
+    assert read_totals(directory.ledger)["failed"] == 3
+
+
+# ---------------------------------------------------------------------- directory
+
+
+def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    program = (
+        "import sys, time; from pathlib import Path; from treadle.runs.directory import RunDirectory\n"
+        f"held = RunDirectory.open(Path({str(path)!r}), {CONFIG!r}); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"in use by pid {holder.pid} on"):
+            RunDirectory.open(path, CONFIG)
+        assert f"pid {holder.pid} on" in str(RunDirectory.existing(path).holder())
+        os.kill(holder.pid, signal.SIGKILL)
+    assert RunDirectory.existing(path).holder() is None
+    with RunDirectory.open(path, CONFIG), pytest.raises(RunError, match=f"pid {os.getpid()} "):
+        RunDirectory.open(path, CONFIG)  # also within one process
+    RunDirectory.open(path, CONFIG).close()
+
+
+def test_what_is_not_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("three years of work")
+    with pytest.raises(RunError, match=r"is not empty and is not a run \(it holds 'thesis.tex'\)"):
+        RunDirectory.open(tmp_path, CONFIG)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.yaml").write_text(CONFIG)  # a config of the user's own makes no run
+    with pytest.raises(RunError, match="not a run"):
+        RunDirectory.open(project, CONFIG)
+    with pytest.raises(RunError, match="is a file"):
+        RunDirectory.open(tmp_path / "thesis.tex", CONFIG)
+    with pytest.raises(RunError, match="does not exist"):
+        RunDirectory.existing(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="is not a run"):
+        RunDirectory.existing(project)
+
+
+def test_an_empty_directory_and_one_killed_while_it_was_made_become_runs(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "run.lock").write_text("pid 1")
+    (tmp_path / "config.yaml.partial").write_text("# Resol")
+    with RunDirectory.open(tmp_path, CONFIG) as opened:
+        assert opened.config_text == CONFIG
+        assert not opened.finished
+        assert opened.read_summary() is None
+
+
+def test_continuing_with_another_config_lists_the_keys_that_differ(tmp_path: Path) -> None:
+    run = "run:\n  checkpoint_every: 5\n"
+    RunDirectory.open(tmp_path / "r", CONFIG + run).close()
+    free = CONFIG.replace("steps: 7", "steps: 70") + run.replace("5", "1") + "  keep_checkpoints: 2\n"
+    with RunDirectory.open(tmp_path / "r", free) as opened:
+        assert opened.config_text == free
+    with pytest.raises(RunError, match=r"algorithm.group_size: 3 → 8\n  seed: \(absent\) → 1\n.*steps") as caught:
+        RunDirectory.open(tmp_path / "r", free.replace("group_size: 3", "group_size: 8") + "seed: 1\n")
+    assert "run.checkpoint_every" not in str(caught.value)
+    with RunDirectory.open(tmp_path / "r", free + "seed: 1\n", free={"seed"}) as opened:  # the refusal freed the lock
+        assert "seed: 1" in opened.config_text
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_plain_numbers_in_a_fixed_order(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "m.jsonl")
+    file.append(1, {"z": Mean(1, 3), "a": Max(2), "none": Mean(0, 0), "inf": float("inf"), "time/x": 1.5, "n": None})
+    file.close()
+    line = (tmp_path / "m.jsonl").read_text()
+    expected = '{"step": 1, "a": 2, "inf": null, "n": null, "none": null, "time/x": 1.5, "z": 0.3333333333333333}\n'
+    assert line == expected
+    assert "time/x" not in without_times(json.loads(line))
+
+
+def test_metrics_roll_back_to_a_mark_and_over_a_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    file = JsonLines(path)
+    file.append(1, {"x": 1.0})
+    mark = file.mark()
+    file.append(2, {"x": 2.0})
+    file.close()
+    with path.open("a") as half:
+        half.write('{"step": 3, "x"')
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    file = JsonLines(path)
+    file.roll_back(mark)
+    file.append(2, {"x": 2.5})
+    assert read_rows(path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.5}]
+    with pytest.raises(RunError, match="not the file that was there"):
+        file.roll_back(mark - 3)
+    with pytest.raises(RunError, match="not the file that was there"):
+        file.roll_back(10_000)
+    file.close()
+    path.write_text('{"step": 1}\nrubbish\n')
+    with pytest.raises(RunError, match=r"m.jsonl:2: not a line of JSON"):
+        read_rows(path)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def test_samples_hold_every_token_and_what_passes_found(tmp_path: Path) -> None:
+    kinds = (Kind.TRAIN, Kind.BASELINE, Kind.TRAIN)
+    trained, other = [group(4, kinds, failed=(2,)), group(1)], group(7)
+    nothing = Sample("9.0", Kind.TRAIN, (), failure="prompt never answered")
+    alone = [Ending(other, State.FILTERED, "equal"), Ending(group(9).__class__(9, prompt(9), (nothing,)), State.FILTERED)]
+    batch = batch_of(trained)
+    path = tmp_path / "s.parquet"
+    write_samples(path, [*(Ending(g, State.TRAINED) for g in trained), *alone], batch)
+
+    rows = {row["sample"]: row for row in read_samples(path)}
+    states = [(r["sample"], r["state"]) for r in rows.values()]
+    assert states[:4] == [("4.0", "trained"), ("4.1", "baseline"), ("4.2", "failed"), ("1.0", "trained")]
+    assert states[-2:] == [("7.2", "filtered"), ("9.0", "failed")]
+    assert rows["4.2"]["why"] == "the judge is down"
+    assert rows["4.2"]["advantages"] is None  # failed samples are in no batch
+    assert rows["4.2"]["token_ids"] is not None
+    assert rows["7.0"]["old_logprobs"] is None
+    assert rows["7.0"]["why"] == "equal"
+    assert rows["9.0"]["token_ids"] is None
+    packed = [s for g in trained for s in g.usable]
+    for at, sample in enumerate(packed):
+        row, only, tokens = rows[sample.id], batch.select([at]), sample.trajectories[0].token_T
+        assert row["token_ids"] == tokens.tolist()
+        assert row["provenance"] == only.provenance_T.tolist()
+        assert row["versions"] == only.version_T.tolist()
+        assert row["trained"] == only.mask_T.tolist()
+        assert only.advantage_T is not None
+        assert only.old_logprob_T is not None
+        assert row["advantages"] == only.advantage_T.tolist()
+        for name, field in (("sampling_logprobs", only.sampling_logprob_T), ("old_logprobs", only.old_logprob_T)):
+            np.testing.assert_array_equal(np.float32(row[name]), field.numpy())
+        assert row["values"] is None  # nobody asked a critic
+        assert (row["reward"], row["reward_parts"]) == (only.reward_N.item(), {"right": 0.5})
+        assert json.loads(row["messages"])[-1]["content"] == row["response"]
+        assert row["answer"] == str(row["prompt_index"])
+    write_samples(tmp_path / "again.parquet", [*(Ending(g, State.TRAINED) for g in trained), *alone], batch)
+    assert path.read_bytes() == (tmp_path / "again.parquet").read_bytes()
+
+
+def test_samples_of_turns_and_several_trajectories(tmp_path: Path) -> None:
+    reward = Reward(1.5, turns=(1.5,))
+    sample = Sample("0.0", Kind.TRAIN, (trajectory(0, 0, reward=reward), trajectory(0, 2, "half \ud800 pair", reward)))
+    several = group(0).__class__(0, prompt(0), (sample,))
+    write_samples(tmp_path / "s.parquet", [Ending(several, State.TRAINED)], batch_of([several]))
+    first, second = read_samples(tmp_path / "s.parquet")
+    assert (first["trajectory"], second["trajectory"]) == (0, 1)
+    assert first["turn_rewards"] == [1.5]
+    assert second["turn_ends"] == [4]
+    assert second["response"] == "half ? pair"
+    with pytest.raises(ValueError, match="packs 2 trajectories, the trained groups have 5"):
+        write_samples(tmp_path / "s", [Ending(g, State.TRAINED) for g in (several, group(1))], batch_of([several]))
+
+
+def test_samples_are_appended_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    append_samples(path, [Ending(group(1), State.FILTERED, "equal")])
+    append_samples(path, [Ending(group(2), State.FILTERED, "equal")])
+    assert [row["group"] for row in read_samples(path, ["group"])] == [1, 1, 1, 2, 2, 2]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RunError, match=r"s.parquet: cannot be read"):
+        read_samples(path)
+    with pytest.raises(RunError, match="cannot be read"):
+        read_samples(tmp_path / "none.parquet")
+
+
+# ---------------------------------------------------------------------- ledger
+
+
+def test_every_mistake_in_the_books_names_the_sample(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue(0, "p", {"0.0": Kind.TRAIN, "0.1": Kind.BASELINE}, 1)
+    with pytest.raises(LedgerError, match=r"sample 0\.0 \(prompt p\) is issued a second time in step 2"):
+        ledger.issue(0, "p", {"0.0": Kind.TRAIN}, 2)
+    with pytest.raises(LedgerError, match=r"sample 7\.7 cannot end as trained: it was never issued"):
+        ledger.finish("7.7", State.TRAINED, 1)
+    with pytest.raises(LedgerError, match=r"sample 0\.1 cannot end as trained: it was issued for baseline"):
+        ledger.finish("0.1", State.TRAINED, 1)
+    ledger.finish("0.0", State.TRAINED, 1, trajectories=(trajectory(0),))
+    with pytest.raises(LedgerError, match=r"sample 0\.0 cannot end as filtered: it has ended as trained in step 1"):
+        ledger.finish("0.0", State.FILTERED, 1)
+    with pytest.raises(LedgerError, match="issued a second time"):
+        ledger.issue(0, "p", {"0.0": Kind.TRAIN}, 2)
+    assert ledger.balance() == {"issued": 2, "in flight": 1, "trained": 1} | dict.fromkeys(
+        ("baseline", "filtered", "stale", "failed", "evaluated", "cancelled"), 0
+    )
+    other = sqlite3.connect(tmp_path / "ledger.sqlite")
+    other.execute("DELETE FROM samples WHERE sample = '0.1'")
+    other.commit()
+    other.close()
+    with pytest.raises(LedgerError, match=r"do not balance.*in flight for only one of them: 0\.1"):
+        ledger.balance()
+    ledger.close()
+
+
+def test_the_ledger_of_another_time_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue(0, "p", {"0.0": Kind.TRAIN}, 1)
+    with pytest.raises(LedgerError, match="events 2 to 9 are missing"):
+        ledger.roll_back(9)
+    ledger.close()
+    (tmp_path / "rubbish").write_bytes(b"no ledger at all" * 100)
+    with pytest.raises(RunError, match="rubbish: damaged"):
+        Ledger(tmp_path / "rubbish")
+    with pytest.raises(RunError, match="rubbish: cannot be read"):
+        read_totals(tmp_path / "rubbish")
+
+
+def test_a_thousand_samples_a_step_cost_milliseconds_and_reading_meanwhile_is_free(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    child = (trajectory(0),)
+    spent = []
+    for step in range(5):
+        names = [f"{step}.{i}" for i in range(1000)]
+        begin = time.process_time()
+        ledger.issue(step, "p", dict.fromkeys(names, Kind.TRAIN), step)
+        for name in names:
+            ledger.finish(name, State.TRAINED, step, reward=1.0, trajectories=child)
+        assert read_totals(ledger.path)["issued"] == step * 1000  # not committed, not locked
+        ledger.balance()
+        spent.append(time.process_time() - begin)
+    assert min(spent) < 0.25
+    ledger.close()
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The ledger against a dict, with commits lost by kills, marks and roll-backs."""
+
+    marks = Bundle("marks")
+
+    @initialize(target=marks)
+    def begin(self) -> tuple[int, dict[str, State | None]]:
+        self.folder = Path(tempfile.mkdtemp())
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.model: dict[str, State | None] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.again: set[str] = set()
+        self.killed = False
+        return 0, {}
+
+    @precondition(lambda self: not self.killed)
+    @rule(name=st.integers(0, 15).map(str), kind=st.sampled_from(Kind))
+    def issue(self, name: str, kind: Kind) -> None:
+        if name in self.model and name not in self.again:
+            with pytest.raises(LedgerError, match=f"sample {name} "):
+                self.ledger.issue(0, "p", {name: kind}, 1)
+            return
+        self.ledger.issue(0, "p", {name: self.kinds[name] if name in self.again else kind}, 1)
+        if name not in self.again:
+            self.model[name], self.kinds[name] = None, kind
+        self.again.discard(name)
+
+    @precondition(lambda self: not self.killed)
+    @rule(name=st.integers(0, 15).map(str), state=st.sampled_from(State))
+    def finish(self, name: str, state: State) -> None:
+        fits = {State.TRAINED: Kind.TRAIN, State.BASELINE: Kind.BASELINE, State.EVALUATED: Kind.EVALUATION}
+        flying = name in self.model and self.model[name] is None
+        if not flying or fits.get(state, self.kinds[name]) != self.kinds[name]:
+            with pytest.raises(LedgerError, match=f"sample {name} "):
+                self.ledger.finish(name, state, 1)
+            return
+        self.ledger.finish(name, state, 1, why="w", reward=0.5, trajectories=(trajectory(1), trajectory(2)))
+        self.model[name] = state
+        self.again.discard(name)
+
+    @precondition(lambda self: not self.killed)
+    @rule(target=marks)
+    def mark(self) -> tuple[int, dict[str, State | None]]:
+        return self.ledger.mark(), dict(self.model)
+
+    @precondition(lambda self: not self.killed)
+    @rule()
+    def kill(self) -> None:
+        """What was not committed is lost; the table may now be at any point after the last mark."""
+        self.ledger._db.close()
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.killed = True
+
+    @rule(mark=consumes(marks))
+    def roll_back(self, mark: tuple[int, dict[str, State | None]]) -> None:
+        clock, model = mark
+        if clock > self.ledger._clock and clock:  # a mark that an earlier roll-back has made void
+            return
+        if any(model.get(n) != s for n, s in self.snapshot(clock).items()):
+            return
+        found = self.ledger.roll_back(clock)
+        self.model = dict(model)
+        self.again = {f.sample for f in found}
+        assert self.again == {n for n, s in model.items() if s is None}
+        assert [f.kind for f in found] == [self.kinds[f.sample] for f in found]
+        self.killed = False
+
+    def snapshot(self, clock: int) -> dict[str, State | None]:
+        rows = self.ledger._db.execute("SELECT sample, state, ended_at FROM samples WHERE issued_at <= ?", (clock,))
+        return {n: State(s) if at is not None and at <= clock else None for n, s, at in rows}
+
+    @invariant()
+    def balanced(self) -> None:
+        if self.killed:
+            return
+        totals = self.ledger.balance()
+        assert totals["issued"] == len(self.model)
+        assert totals["in flight"] == sum(s is None for s in self.model.values())
+        assert all(totals[state] == sum(s == state for s in self.model.values()) for state in State)
+        ended = sum(s is not None for s in self.model.values())
+        assert self.ledger._db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (2 * ended,)
+
+    def teardown(self) -> None:
+        self.ledger.cancel("over")
+        totals = self.ledger.balance()
+        assert totals["in flight"] == 0
+        self.ledger.close()
+        shutil.rmtree(self.folder)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

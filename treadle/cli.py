@@ -1,0 +1,81 @@
+"""The command line: `treadle train · eval · inspect`.
+
+Exit codes: 0 done · 1 a named error · 2 the configuration is wrong, nothing was loaded · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from treadle.errors import TreadleError
+
+
+class _Group(click.Group):
+    """Shows our errors as their message and keeps tracebacks for what is not ours."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        sys.path.insert(0, "")  # `my_module:Class` and `my_module:fn` are looked for in the current directory
+        try:
+            return super().invoke(ctx)
+        except TreadleError as error:
+            _complain(error)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted; the same command goes on from the last checkpoint", err=True)
+            ctx.exit(130)
+
+
+def _complain(error: TreadleError) -> None:
+    click.echo(click.style("error: ", fg="red", bold=True) + str(error), err=True)
+    for note in getattr(error, "__notes__", ()):
+        click.echo(f"  {note}", err=True)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="treadle")
+def main() -> None:
+    """Reinforcement-learning post-training of language models."""
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def train(config: Path, overrides: tuple[str, ...]) -> None:
+    """Train as CONFIG says, e.g. `treadle train examples/smoke.yaml steps=10 algorithm.group_size=4`.
+
+    The same command again goes on from the last checkpoint of its run directory.
+    """
+    from treadle.recipes.config import load_config
+
+    resolved = load_config(config, overrides)  # before anything heavy is imported
+    from treadle import runtime
+
+    runtime.train(resolved)
+
+
+@main.command("eval")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--config", type=click.Path(path_type=Path), help="configuration to evaluate a bare MODEL under")
+def evaluate(target: Path, overrides: tuple[str, ...], config: Path | None) -> None:
+    """Evaluate TARGET, a run directory or (with --config) a model, on the held-out prompts."""
+    from treadle.recipes.config import load_for_evaluation
+
+    resolved = load_for_evaluation(target, config, overrides)
+    from treadle import runtime
+
+    runtime.evaluate(resolved, checkpoint_of=target if config is None else None)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="the step whose samples are shown (default: the last one)")
+@click.option("--limit", type=int, default=8, show_default=True, help="samples shown")
+def inspect(run: Path, step: int | None, limit: int) -> None:
+    """Show metrics, ledger and samples of RUN, running or not."""
+    from treadle.inspector.terminal import show
+
+    show(run, step=step, limit=limit)

@@ -1,0 +1,150 @@
+"""Things chosen by name: a bare name is a module of ours, `my.module:Class` is an import. There is no registry.
+
+    class Settings(Config):
+        algorithm: Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")] = key("…", default={})
+
+reads `algorithm: {name: ppo, gamma: 0.99}`: the name finds the class, the class's `Config` reads the other keys.
+A bare name's module holds one class with a line `Config = …` (or, where that class is heavy, a `Config` of its own).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import BeforeValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from treadle.config.base import Config
+from treadle.config.messages import NAME_ERROR
+from treadle.errors import ConfigError, TreadleError
+
+_OFFERS_CONFIG = r"^class Config\(|^    Config = |^from treadle\.(?!config\b)\S+ import .*\bConfig\b"
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def plugin(folder: str, default: str | None = None) -> BeforeValidator:
+    """Annotates a field whose model is chosen by its key `name`; an instance given from Python is taken as it is."""
+
+    def choose(value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("name", default)
+        try:
+            if not isinstance(name, str):
+                raise ConfigError(f"missing or not text. {_choices(available(folder, _OFFERS_CONFIG))}")
+            model = config_class(name, folder)
+        except ConfigError as error:
+            raise PydanticCustomError(NAME_ERROR, "{text}", {"text": str(error)}) from error
+        if info.context is not None:
+            info.context[id(value)] = model
+        try:
+            return model.model_validate({**value, "name": name}, context=info.context)
+        except ConfigError as error:  # becomes one line among the other mistakes
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(choose)
+
+
+def config_class(name: str, folder: str) -> type[Config]:
+    """The model that reads the section of the plug-in `name`."""
+    thing = resolve(name, folder, _OFFERS_CONFIG)
+    if isinstance(thing, ModuleType) and "Config" not in vars(thing):
+        thing = _only_class(thing)
+    model = getattr(thing, "Config", None)  # may be inherited
+    if not (isinstance(model, type) and issubclass(model, Config)):
+        raise ConfigError(f"{name} has no `Config` that is a treadle.config.Config, so it cannot be configured here")
+    return model
+
+
+def plugin_class(name: str, folder: str) -> Any:
+    """The class itself: what `my.module:Class` names, or the one class of our module that has a `Config`."""
+    thing = resolve(name, folder, _OFFERS_CONFIG)
+    return _only_class(thing) if isinstance(thing, ModuleType) else thing
+
+
+def resolve(name: str, folder: str, offers: str) -> Any:
+    """A bare name: the module `folder.name`. `my.module:attribute`: that attribute.
+
+    `offers` is a regular expression for the line by which a module of the folder shows that it is meant to be chosen
+    (helpers live beside it). Raises ConfigError with the names there are, or with the reason of a failed import.
+    """
+    if ":" not in name:
+        check_name(name, folder, offers)
+        return _imported(f"{folder}.{name}")
+    if not _DOTTED.fullmatch(name):
+        raise ConfigError(f"{name!r} is not of the form my.module:Name")
+    module_name, _, path = name.partition(":")
+    thing: Any = _imported(module_name)
+    for part in path.split("."):
+        if not hasattr(thing, part):
+            near = difflib.get_close_matches(part, [n for n in dir(thing) if not n.startswith("_")], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name}: {module_name} has no {part!r}{hint}")
+        thing = getattr(thing, part)
+    return thing
+
+
+def check_name(name: str, folder: str, offers: str) -> None:
+    """Raises ConfigError unless a module of the folder bears this bare name. Does not import it."""
+    names = available(folder, offers)
+    if name in names:
+        return
+    module, dot, attribute = name.rpartition(".")
+    if dot and _DOTTED.fullmatch(f"{module}:{attribute}"):
+        raise ConfigError(f"there is no {name!r} in {folder}; did you mean {module}:{attribute} (a colon)?")
+    raise ConfigError(f"there is no {name!r} in {folder}: {_choices(names, name)}")
+
+
+def available(folder: str, offers: str) -> list[str]:
+    """Names of the modules in a folder of ours that have a line which matches; nothing is imported but the folder."""
+    wanted = re.compile(offers, re.MULTILINE)
+    root = Path(next(iter(importlib.import_module(folder).__path__)))
+    files = {path.stem: path for path in root.glob("[a-z]*.py")}
+    files |= {path.parent.name: path for path in root.glob("[a-z]*/__init__.py")}
+    return sorted(name for name, path in files.items() if wanted.search(path.read_text(encoding="utf-8")))
+
+
+def _choices(names: list[str], given: str = "") -> str:
+    near = difflib.get_close_matches(given, names, 1)
+    return (f"did you mean {near[0]}? " if near else "") + f"There are {', '.join(names)}, or your own my.module:Name"
+
+
+def _only_class(module: ModuleType) -> type:
+    classes = [
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type) and thing.__module__.startswith(module.__name__) and "Config" in vars(thing)
+    ]
+    if len(classes) != 1:
+        raise ConfigError(f"{module.__name__} must hold exactly one class with a `Config`, it holds {len(classes)}")
+    return classes[0]
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module, ours or the user's. Whatever its top level raises becomes a ConfigError that says where."""
+    try:
+        return importlib.import_module(module)
+    except TreadleError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise ConfigError(
+                f"no module named {error.name!r} (looked for in the current directory and the installed packages)"
+            ) from error
+        raise ConfigError(_failed(module, error)) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_failed(module, error)) from error
+
+
+def _failed(module: str, error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    return f"{module} cannot be imported: {type(error).__name__}: {error} (at {where})"

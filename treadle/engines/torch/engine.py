@@ -1,0 +1,147 @@
+"""The torch training engine: one process, one device, any Hugging Face causal LM.
+
+Suffixes: T tokens of all trajectories laid end to end · M trained ones of one micro-batch · N trajectories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from treadle.data.packing import plan
+from treadle.engines.torch import checkpoint
+from treadle.engines.torch.gradient import accumulate, number, scan
+from treadle.engines.torch.network import Head, Network
+from treadle.engines.torch.optimizer import Optimizer
+from treadle.types import Max, Mean, Statistics
+
+if TYPE_CHECKING:
+    from treadle.batch import Batch
+    from treadle.engines.torch.config import Config
+    from treadle.handles import Objective
+
+CPU = torch.device("cpu")
+
+
+class TorchEngine:
+    """A `TrainingEngine`. `model` is public: a rollout engine in the same process generates with the very same weights,
+    which a step changes in place.
+
+    Per-token numbers are float32, or float64 for a float64 model.
+    """
+
+    def __init__(
+        self, model: Any, config: Config, *, total_steps: int, head: Head = "lm", trainable: bool = True
+    ) -> None:
+        """`model` from `load_model`, on its device. `total_steps`: where a falling schedule reaches 0.
+
+        `head="value"` puts a scalar head on the model's last hidden states. Raises `ModelError` for an architecture
+        that cannot run packed.
+        """
+        self.model = model
+        self.config = config
+        self.network = Network(model, head, config.head_chunk, config.activation_checkpointing)
+        self.device = self.network.device
+        self.network.prove()
+        model.requires_grad_(False)
+        self.optimizer: Optimizer | None = None
+        if trainable:
+            parameters = self.network.parameters()
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+            self.optimizer = Optimizer(parameters, config, total_steps)
+
+    # ------------------------------------------------------------------ passes
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-prob of every trained token at the batch's temperatures; [T], NaN elsewhere."""
+        return scan(self.network, batch, {"logprob"}, self.config.microbatch_tokens)["logprob_T"]
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Value of the state in which each trained token was chosen, [T] (NaN elsewhere), and of the state after each
+        trajectory's last token, [N] (0 unless truncated, and where nothing is trained)."""
+        value_T = torch.full(batch.token_T.shape, math.nan, dtype=self.network.accurate)
+        bootstrap_N = torch.zeros(len(batch), dtype=self.network.accurate)
+        numbered = number(batch)
+        for rows in plan(batch, self.config.microbatch_tokens, everything=True):
+            part = numbered.select(rows)
+            value_T[part.compact().extras_T["at"]], bootstrap_N[rows] = self.network.values(part)
+        return value_T, bootstrap_N
+
+    def step(self, batch: Batch, objective: Objective) -> Statistics:
+        """One optimizer step on one mini-batch.
+
+        Beside the objective's metrics: "loss", "grad_norm" (before clipping), "learning_rate", "tokens" (trained ones
+        of the mini-batch) and "skipped_steps" (since the run began). Raises `TrainingError` after too many steps in a
+        row whose gradient was not finite.
+        """
+        optimizer = self._trained()
+        found = accumulate(self.network, batch, objective, self.config.microbatch_tokens)
+        update = optimizer.step()
+        return found | {
+            "grad_norm": Mean(update.grad_norm) if update.applied else Mean(0.0, 0.0),
+            "learning_rate": Mean(update.learning_rate),
+            "skipped_steps": Max(float(optimizer.skipped)),
+        }
+
+    # ------------------------------------------------------------------ state
+
+    def export(self) -> Iterable[tuple[str, Tensor]]:
+        """Full tensors by name in compute dtype, one at a time, tied ones once; they share the model's memory."""
+        seen: set[Tensor] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if tensor not in seen:
+                seen.add(tensor)
+                yield name, tensor.detach()
+
+    def save(self, path: Path) -> None:
+        """Everything that training needs to go on bit for bit, into a new directory."""
+        checkpoint.write(path, self._state(), self._trained().counters())
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote. Raises `RunError` naming the file if it is missing, damaged or does not fit."""
+        optimizer = self._trained()
+        optimizer.prepare(checkpoint.read_counters(path, optimizer.counters()))
+        checkpoint.read_tensors(path, self._state())
+        optimizer.publish()
+
+    def offload(self) -> None:
+        """Take to the CPU what only this engine needs: masters and moments; the model too if it is not trained.
+
+        A trained model's compute weights stay, for a rollout engine may share them. Where the device is the CPU,
+        everything is there already and nothing moves.
+        """
+        self._move(CPU)
+
+    def onload(self) -> None:
+        """Bring back what `offload` took."""
+        self._move(self.device)
+
+    def close(self) -> None:
+        """Free the optimizer. The model belongs to whoever loaded it."""
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = None
+
+    def _state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds. Weights are the optimizer's masters: the compute weights are their rounding."""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {f"buffer/{n}": t for n, t in self.model.state_dict().items() if n not in parameters}
+        return self._trained().tensors() | buffers
+
+    def _move(self, device: torch.device) -> None:
+        if self.optimizer is not None:
+            self.optimizer.move(device)
+        else:
+            self.model.to(device)
+
+    def _trained(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ValueError("this engine is not trainable, or closed")
+        return self.optimizer

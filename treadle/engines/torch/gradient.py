@@ -1,0 +1,100 @@
+"""The gradient of one mini-batch: micro-batch by micro-batch, and the same however it was cut.
+
+Suffix M: trained tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.algorithms.aggregate import aggregate
+from treadle.data.packing import plan
+from treadle.handles import Outputs
+from treadle.types import Max, Mean, Statistics, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from treadle.batch import Batch
+    from treadle.engines.torch.network import Network
+    from treadle.handles import Loss, Objective, Quantity
+
+
+def accumulate(network: Network, batch: Batch, objective: Objective, budget: int) -> dict[str, Mean | Max]:
+    """Add the gradient of a mini-batch, or of a shard of one, to the parameters' and say what was seen.
+
+    Denominators are the whole mini-batch's, so shards' gradients add up to its gradient, and their merged statistics
+    are its statistics. Rows without signal are not run: their terms are zero and no metric counts them.
+
+    A two-pass objective narrows the mask; then the denominators are counted again from what is left, which only the
+    whole mini-batch can tell. The log-probs that it trains are computed at all positions it saw, so that they are bit
+    for bit those that it selected by.
+    """
+    counts = batch.count()
+    own = batch.replace(counts=None).count()
+    batch = batch.replace(counts=counts)
+    chosen = batch
+    if objective.select is not None:
+        if own != counts:
+            raise ValueError("a two-pass objective needs the whole mini-batch, not a shard of it")
+        compact = batch.compact()
+        scanned = scan(network, batch, objective.needs, budget)
+        compact = objective.select(compact, Outputs(**{name: x[batch.mask_T] for name, x in scanned.items()}))
+        chosen = batch.expanded(compact).replace(counts=None)
+        chosen = chosen.replace(counts=chosen.count())
+
+    total, parts = 0.0, []
+    for rows in plan(batch, budget):
+        seen, trained = batch.select(rows), chosen.select(rows)
+        if not trained.mask_T.any():
+            continue
+        outputs = network.outputs(seen, objective.needs)
+        if chosen is not batch:
+            keep_M = trained.mask_T[seen.mask_T]
+            outputs = Outputs(**{name: x[keep_M] for name, x in present(outputs).items()})
+        compact = trained.compact()
+        loss = objective.loss(compact, outputs)
+        value = torch.stack([aggregate(term, compact, compact.count()) for term in loss.terms]).sum()
+        value.backward()
+        total += value.item()
+        parts.append(statistics(compact, loss))
+    share = own.tokens / counts.tokens if counts.tokens else 1.0
+    return merge(*parts) | {"loss": Mean(total, share), "tokens": Mean(chosen.count().tokens * share, share)}
+
+
+def statistics(compact: Batch, loss: Loss) -> Statistics:
+    """Metrics and peaks of one micro-batch over the tokens of rows with signal."""
+    counted_M = compact.signal_N[compact.row_T]
+    weight = int(counted_M.sum())
+    if weight == 0:
+        return {}
+    metrics = {n: Mean(float(x.detach()[counted_M].double().sum()), weight) for n, x in loss.metrics.items()}
+    return metrics | {n: Max(float(x.detach()[counted_M].max())) for n, x in loss.peaks.items()}
+
+
+@torch.no_grad()
+def scan(network: Network, batch: Batch, needs: Set[Quantity], budget: int) -> dict[str, Tensor]:
+    """`Outputs` of a whole batch by field name, [T], NaN where not trained, under the plan that trains it."""
+    whole = {f"{need}_T": torch.full(batch.token_T.shape, math.nan, dtype=network.accurate) for need in needs}
+    numbered = number(batch)
+    for rows in plan(batch, budget, everything=True):
+        part = numbered.select(rows)
+        for name, value_M in present(network.outputs(part, needs)).items():
+            whole[name][part.compact().extras_T["at"]] = value_M
+    return whole
+
+
+def number(batch: Batch) -> Batch:
+    """The batch with each token's position in it as an extra, so that what a part gives can be laid back."""
+    return batch.replace(extras_T={"at": torch.arange(len(batch.token_T))})
+
+
+def present(outputs: Outputs) -> dict[str, Tensor]:
+    """The quantities that were asked for, by field name."""
+    named = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
+    return {name: value for name, value in named.items() if value is not None}

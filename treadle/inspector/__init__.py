@@ -1,0 +1,1 @@
+"""Looking at run directories."""

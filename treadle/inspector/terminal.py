@@ -1,0 +1,130 @@
+"""A run in the terminal: what `treadle inspect RUN` prints. Works on a running, a killed and a finished run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treadle.errors import RunError
+from treadle.runs.directory import RunDirectory
+from treadle.runs.ledger import read_totals
+from treadle.runs.metrics import read_rows
+from treadle.runs.samples import read_samples
+from treadle.runs.text import encodable, readable
+
+Row = dict[str, Any]
+
+COLUMNS = {
+    "reward/mean": "reward",
+    "response/tokens": "tokens",
+    "policy/loss": "loss",
+    "policy/grad_norm": "grad norm",
+    "policy/entropy": "entropy",
+    "policy/kl_reference": "KL",
+    "time/step": "seconds",
+    "time/tokens_per_second": "tokens/s",
+}
+"""Metrics that are shown where a run has them, and as what."""
+
+MOST_ROWS = 20  # of the table of metrics; more steps than that are thinned out evenly
+
+
+def show(path: Path, step: int | None = None, limit: int = 8, console: Console | None = None) -> None:
+    """Print metrics over steps, evaluations, the ledger and `limit` samples of a step (default: the latest).
+
+    Raises `RunError` where `path` is no run or the step has no samples.
+    """
+    console = console if console is not None else Console()
+    run = RunDirectory.existing(path)
+    steps, evaluations = read_rows(run.metrics), read_rows(run.evaluations)
+    _line(console, f"{run.path}: {_status(run)}, {steps[-1]['step'] if steps else 0} steps recorded", "bold")
+    if steps:
+        _metrics(console, steps)
+    if evaluations:
+        _evaluations(console, evaluations)
+    if run.ledger.exists():
+        totals = {name: n for name, n in read_totals(run.ledger).items() if n}
+        _line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
+    if (summary := run.read_summary()) is not None:
+        _summary(console, summary)
+    if step is None and run.finished and steps:
+        step = steps[-1]["step"]
+    _samples(console, run, step, limit)
+
+
+def _status(run: RunDirectory) -> str:
+    if holder := run.holder():
+        return f"running ({holder})"
+    return "finished" if run.finished else "stopped before its end (the same command goes on with it)"
+
+
+def _metrics(console: Console, rows: Sequence[Row]) -> None:
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    table = Table("step", *(COLUMNS[n] for n in names), title="training", title_justify="left", box=None)
+    for row in _thinned(rows):
+        table.add_row(str(row["step"]), *(_number(row.get(n)) for n in names))
+    console.print(table)
+
+
+def _evaluations(console: Console, rows: Sequence[Row]) -> None:
+    names = sorted({k for row in rows for k in row if k != "step" and not k.startswith("time/")})
+    table = Table("step", title="evaluation", title_justify="left", box=None)
+    for name in names:
+        table.add_column(Text(encodable(readable(name.removeprefix("evaluation/")), console.encoding)))
+    for row in _thinned(rows):
+        table.add_row(str(row["step"]), *(_number(row.get(n)) for n in names))
+    console.print(table)
+
+
+def _summary(console: Console, summary: Row) -> None:
+    for name, value in summary.items():
+        if not isinstance(value, dict):
+            _line(console, f"{name}  {_number(value)}")
+
+
+def _samples(console: Console, run: RunDirectory, step: int | None, limit: int) -> None:
+    files = {int(f.stem.removeprefix("step_")): f for f in sorted(run.samples.glob("step_*.parquet"))}
+    if step is None and not files:
+        return
+    step = max(files) if step is None else step
+    if step not in files:
+        recorded = f"{min(files)} to {max(files)}" if files else "none yet"
+        raise RunError(f"{run.path}: no samples of step {step}. Recorded steps: {recorded}.")
+    columns = ["sample", "state", "why", "reward", "messages", "response"]
+    rows = read_samples(files[step], columns)
+    _line(console, f"step {step}: {min(limit, len(rows))} of {len(rows)} samples", "bold")
+    for row in rows[:limit]:
+        why = f" ({readable(row['why'], 200)})" if row["why"] else ""
+        _line(console, f"{readable(row['sample'])}  {row['state']}{why}  reward {_number(row['reward'])}", "cyan")
+        _line(console, f"  prompt    {readable(_prompt(row['messages']), 300)}", "dim")
+        _line(console, f"  response  {readable(row['response'] or '', 600)}")
+
+
+def _prompt(messages: str | None) -> str:
+    """What the conversation began with; a sample that failed early has none."""
+    found = [m["content"] for m in json.loads(messages or "[]") if m["role"] == "user"]
+    return str(found[0]) if found else ""
+
+
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """At most `MOST_ROWS`, evenly spaced, the first and the last among them."""
+    if len(rows) <= MOST_ROWS:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (MOST_ROWS - 1))] for i in range(MOST_ROWS)]
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else readable(str(value), 80)
+
+
+def _line(console: Console, line: str, style: str = "") -> None:
+    # A Text is shown as it is: square brackets in it are no markup.
+    console.print(Text(encodable(line, console.encoding), style=style), soft_wrap=True)

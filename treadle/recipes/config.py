@@ -1,0 +1,103 @@
+"""The configuration of an RL run: its root, and the rules between its sections.
+
+Sections that belong to a part (an algorithm, an engine, a data source) are defined beside that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import model_validator
+
+from treadle.algorithms.base import AlgorithmConfig
+from treadle.config import Config, key, load, plugin
+from treadle.data.config import DataConfig
+from treadle.engines.torch.config import Config as TorchConfig
+from treadle.handles import OnPublish
+from treadle.rewards.scorer import RewardConfig
+from treadle.rollout.embedded.config import Config as EmbeddedConfig
+from treadle.runs.config import RunConfig
+
+Algorithm = Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")]
+
+
+class SamplingConfig(Config):
+    """How training samples are drawn. The trainer applies the same temperature, so its log-probs are of the
+    distribution that sampled; top-k and top-p, which it could not know, exist only in `evaluation`."""
+
+    temperature: float = key("divides the logits", default=1.0, gt=0)
+    max_tokens: int = key("tokens of one answer at most, in training and in evaluation", default=64, ge=1)
+    stop: tuple[str, ...] = key("texts that end an answer, beside the model's end token", default=())
+
+
+class EvaluationConfig(Config):
+    """Held-out prompts are answered before the first step, after the last, and every so often between."""
+
+    every: int = key("steps between evaluations; 0: only before and after training", default=0, ge=0)
+    samples: int = key("sampled answers to each prompt", default=4, ge=1)
+    greedy: bool = key("answer each prompt once greedily, too", default=True)
+    temperature: float = key("of the sampled answers", default=1.0, gt=0)
+    top_k: int = key("sample among so many most likely tokens; 0: all", default=0, ge=0)
+    top_p: float = key("sample among the most likely tokens of this total probability", default=1.0, gt=0, le=1)
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+
+class ModelConfig(Config):
+    """A role's own model."""
+
+    model: str | None = key("directory or name; null: the policy's initial model", default=None)
+
+
+class CriticConfig(ModelConfig):
+    trainer: TorchConfig = key("how the critic is trained", default=lambda: TorchConfig(learning_rate=1e-5))
+
+
+class RLConfig(Config):
+    """Reinforcement learning of one model."""
+
+    model: str = key("the policy: directory or name of a Hugging Face causal LM")
+    seed: int = key("of prompt order and sampling noise; the same seed gives the same run", default=0, ge=0)
+    steps: int = key("training steps", ge=1)
+    prompts_per_step: int = key("groups that one step trains on", default=8, ge=1)
+    max_staleness: int = key(
+        "versions that a trained token may be behind: 0 is synchronous, 1 one-step-off, k bounded", default=0, ge=0
+    )
+    on_publish: OnPublish = key(
+        "what generations in flight do when weights arrive: drain, resume, continue", default="resume"
+    )
+    max_filtered_groups: int = key("groups in a row that filters may drop before the run stops", default=256, ge=0)
+    threads: int | None = key("CPU threads of the compute; null: torch decides", default=None, ge=1)
+    run: RunConfig = key("where the run is recorded")
+    data: DataConfig = key("prompts")
+    reward: RewardConfig = key("what answers earn")
+    algorithm: Algorithm = key("objective and advantages", default={"name": "grpo"})
+    sampling: SamplingConfig = key("how training samples are drawn", default=SamplingConfig)
+    evaluation: EvaluationConfig = key("how held-out prompts are answered", default=EvaluationConfig)
+    rollout: EmbeddedConfig = key("the engine that generates", default=EmbeddedConfig)
+    trainer: TorchConfig = key("the engine that trains the policy", default=TorchConfig)
+    reference: ModelConfig = key("the frozen policy that a KL term compares with", default=ModelConfig)
+    critic: CriticConfig = key("the model that predicts returns (ppo)", default=CriticConfig)
+
+    @model_validator(mode="after")
+    def _rules(self) -> RLConfig:
+        minibatches, prompts = self.algorithm.minibatches, self.prompts_per_step
+        if minibatches > prompts:
+            raise ValueError(
+                f"algorithm.minibatches={minibatches} is more than the {prompts} groups of a step, and groups are not "
+                f"split; 1 to {prompts} are possible, or raise prompts_per_step"
+            )
+        return self
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run: what a decaying learning rate decays over."""
+        return self.steps * self.algorithm.minibatches * self.algorithm.epochs
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> RLConfig:
+    """The resolved configuration, or `ConfigError` naming every mistake in it."""
+    return load(RLConfig, path, overrides, base)

@@ -1,0 +1,38 @@
+"""Evaluation: held-out prompts answered at a temperature and greedily, under the same token limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from treadle.recipes.collect import FailureBudget, Sampler, gather
+from treadle.types import Group, Kind, Prompt, Request
+
+if TYPE_CHECKING:
+    from treadle.handles import Agent, RolloutHandle, Scorer
+    from treadle.recipes.config import EvaluationConfig
+
+
+async def answer(
+    prompts: list[Prompt],
+    config: EvaluationConfig,
+    agent: Agent,
+    scorer: Scorer,
+    rollout: RolloutHandle,
+    label: str,
+) -> dict[str, list[Group]]:
+    """Groups in the order of the prompts for each way of answering: "sampled" and, if configured, "greedy".
+
+    A sample that fails is part of no mean.
+    """
+    sample = Sampler(agent, scorer, rollout, FailureBudget(1.0, len(prompts) * config.samples))
+    ways = {"sampled": config.samples} | ({"greedy": 1} if config.greedy else {})
+    return {
+        way: await _way(prompts, count, way == "greedy", sample, f"{label}/{way}")
+        for way, count in ways.items()
+    }
+
+
+async def _way(prompts: list[Prompt], count: int, greedy: bool, sample: Sampler, label: str) -> list[Group]:
+    asked = [(Request(p, Kind.EVALUATION, greedy), f"{label}/{p.index}.{i}") for p in prompts for i in range(count)]
+    done = iter(await gather(sample(request, sample_id) for request, sample_id in asked))
+    return [Group(prompt.index, prompt, tuple(next(done) for _ in range(count))) for prompt in prompts]

@@ -1,0 +1,145 @@
+"""From a configuration to a scorer: reward functions by name, their weights, time limits and retries."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import field_validator, model_validator
+
+from treadle.config import Config, check_name, key, resolve
+from treadle.errors import ConfigError, RewardError
+from treadle.rewards.pool import CallFailed, Pool
+from treadle.rewards.values import NotAReward, as_reward, combine
+
+if TYPE_CHECKING:
+    from treadle.handles import RewardFunction
+    from treadle.types import Reward, Trajectory
+
+FOLDER = "treadle.rewards"
+_OFFERS_REWARD = r"^(async )?def reward\("
+
+
+class RewardConfig(Config):
+    """Reward functions and their weights. `reward: number` is short for `reward: {functions: {number: 1.0}}`."""
+
+    functions: dict[str, float] = key(
+        "weight of each reward function: a module of treadle.rewards, or my.module:function", min_length=1
+    )
+    timeout_s: float = key("time limit of one call, seconds", default=30.0, gt=0)
+    retries: int = key("further tries after a call that raised or hung", default=2, ge=0)
+    workers: int = key("processes that call synchronous functions", default=2, ge=1)
+    max_failed: float = key("share of a step's samples that may fail before the run stops", default=0.1, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        return {"functions": {data: 1.0}} if isinstance(data, str) else data
+
+    @field_validator("functions")
+    @classmethod
+    def _known(cls, functions: dict[str, float]) -> dict[str, float]:
+        for name in functions:
+            if ":" not in name:  # `my.module:function` is imported later, when all else is known to be right
+                try:
+                    check_name(name, FOLDER, _OFFERS_REWARD)
+                except ConfigError as error:
+                    raise ValueError(str(error)) from error
+        return functions
+
+
+def make_scorer(config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> RewardScorer:
+    """The scorer that `config` describes; names found in `functions` are these callables, the others are imported.
+
+    Raises ConfigError for a name that leads nowhere or to something that cannot be called.
+    """
+    given = functions or {}
+    found = {name: given[name] if name in given else _found(name) for name in config.functions}
+    return RewardScorer(config, found)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The key under which a callable given from Python stands in `reward.functions`."""
+    named = function if inspect.isroutine(function) else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+class RewardScorer:
+    """Gives trajectories their rewards: a `Scorer`. Close it, or use it in `async with`.
+
+    Async functions run in this process's event loop, all others in worker processes that start with the first call.
+    """
+
+    def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction]) -> None:
+        self._config = config
+        self._here = {name: f for name, f in functions.items() if _is_async(f)}
+        away = {name: f for name, f in functions.items() if name not in self._here}
+        self._pool = Pool(away, config.workers, config.timeout_s)
+
+    async def __call__(self, trajectory: Trajectory) -> Reward:
+        """Raises RewardError, naming function and prompt, when the retries are spent or the answer is no reward."""
+        names = list(self._config.functions)
+        outcomes = await asyncio.gather(*(self._settled(name, trajectory) for name in names))
+        rewards: dict[str, Reward] = {}
+        for name, outcome in zip(names, outcomes, strict=True):
+            if isinstance(outcome, RewardError):
+                raise outcome
+            rewards[name] = outcome
+        return combine(rewards, self._config.functions, len(trajectory.turn_ends))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def __aenter__(self) -> RewardScorer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _settled(self, name: str, trajectory: Trajectory) -> Reward | RewardError:
+        """One function's reward, or why there is none: one that fails must not cancel its siblings in mid-call."""
+        tries = self._config.retries + 1
+        fault = ""
+        for attempt in range(tries):
+            if attempt:
+                await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
+            try:
+                if name in self._here:
+                    return await self._await_here(name, trajectory)
+                return await self._pool.call(name, trajectory)
+            except NotAReward as error:
+                return RewardError(f"reward {name!r} of prompt {trajectory.prompt.id!r} is not a reward: {error}")
+            except CallFailed as error:
+                fault = str(error)
+            except RewardError as error:
+                return error
+        times = "once" if tries == 1 else f"{tries} times"
+        return RewardError(f"reward {name!r} of prompt {trajectory.prompt.id!r} failed {times}; the last time {fault}")
+
+    async def _await_here(self, name: str, trajectory: Trajectory) -> Reward:
+        limit = asyncio.timeout(self._config.timeout_s)
+        try:
+            async with limit:
+                value = await self._here[name](trajectory)  # type: ignore[misc]
+        except Exception as error:  # the user's function may raise anything
+            if limit.expired():
+                raise CallFailed(f"it ran past reward.timeout_s={self._config.timeout_s:g}") from None
+            raise CallFailed(f"it raised\n{''.join(traceback.format_exception(error))}") from error
+        return as_reward(value, len(trajectory.turn_ends))
+
+
+def _found(name: str) -> RewardFunction:
+    thing = resolve(name, FOLDER, _OFFERS_REWARD)
+    function: Any = thing.reward if isinstance(thing, ModuleType) else thing
+    if not callable(function):
+        raise ConfigError(f"reward.functions: {name} is a {type(function).__name__}, not a function")
+    return cast("RewardFunction", function)
+
+
+def _is_async(function: RewardFunction) -> bool:
+    """`async def`, or an object whose `__call__` is."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

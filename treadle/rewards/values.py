@@ -1,0 +1,77 @@
+"""What a reward function may return, and how several become one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, SupportsFloat, cast
+
+import numpy as np
+
+from treadle.types import Reward
+
+ALLOWED = (
+    "allowed: a finite number, or treadle.Reward(value, parts={name: number}, turns=(number, …)) "
+    "with one number per turn that sum to value"
+)
+
+
+class NotAReward(ValueError):
+    """The function returned, but not a reward; trying again would not help."""
+
+
+def as_reward(value: Any, turns: int) -> Reward:
+    """What a function returned for a trajectory of `turns` turns, checked and as Python floats."""
+    if not isinstance(value, Reward):
+        return Reward(_number(value, "it"))
+    total = _number(value.value, "Reward.value")
+    if not isinstance(value.parts, Mapping):
+        raise NotAReward(f"Reward.parts is a {type(value.parts).__name__}, not a mapping; {ALLOWED}")
+    parts = {str(name): _number(part, f"Reward.parts[{name!r}]") for name, part in value.parts.items()}
+    by_turn = tuple(_number(x, f"Reward.turns[{i}]") for i, x in enumerate(_sequence(value.turns)))
+    if by_turn and len(by_turn) != turns:
+        raise NotAReward(f"Reward.turns has {len(by_turn)} numbers, but the trajectory has {turns} turns; {ALLOWED}")
+    if by_turn and not math.isclose(sum(by_turn), total, rel_tol=1e-5, abs_tol=1e-6):
+        raise NotAReward(f"Reward.turns sum to {sum(by_turn):g}, but Reward.value is {total:g}; {ALLOWED}")
+    return Reward(total, parts, by_turn)
+
+
+def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float], turns: int) -> Reward:
+    """Σ weight × value; parts keep each function's own value (`number`) and its parts (`number/format`).
+
+    If one of them came by turn, so does the sum: rewards for the whole episode land on its last turn.
+    """
+    parts: dict[str, float] = {}
+    for name, reward in rewards.items():
+        parts[name] = reward.value
+        parts |= {f"{name}/{part}": value for part, value in reward.parts.items()}
+    value = math.fsum(weights[name] * reward.value for name, reward in rewards.items())
+    if not any(reward.turns for reward in rewards.values()):
+        return Reward(value, parts)
+    by_turn = np.zeros(turns)
+    for name, reward in rewards.items():
+        if reward.turns:
+            by_turn += weights[name] * np.asarray(reward.turns)
+        else:
+            by_turn[-1] += weights[name] * reward.value
+    return Reward(float(by_turn.sum()), parts, tuple(by_turn.tolist()))
+
+
+def _number(value: Any, what: str) -> float:
+    """Python, NumPy and torch scalars and booleans; nothing with a length, nothing non-finite."""
+    scalar = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | complex)
+    if not scalar or np.ndim(cast(Any, value)) != 0:
+        raise NotAReward(f"{what} is {value!r:.80} ({type(value).__name__}), not a number; {ALLOWED}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise NotAReward(f"{what} is {number}, not finite; {ALLOWED}")
+    return number
+
+
+def _sequence(turns: Any) -> list[Any]:
+    if not isinstance(turns, tuple | list | np.ndarray):
+        raise NotAReward(f"Reward.turns is a {type(turns).__name__}, not a tuple; {ALLOWED}")
+    return list(turns)

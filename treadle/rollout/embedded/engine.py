@@ -1,0 +1,296 @@
+"""A rollout engine in this process: continuous batching over a Hugging Face causal LM, token ids in and out.
+
+Each prompt or decode pass is one call on the device, so that other roles get their turn between two of them. One task
+drives the passes; it is started when there is something to do and ends when there is nothing.
+
+Requests are admitted by (priority, arrival). An engine waits for the event loop to be quiet before it admits, so
+requests that are made together start together: the same requests give the same bits, run after run. (The last bits
+of a log-prob do depend on which rows share a pass.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from treadle.errors import RolloutError, WeightSyncError
+from treadle.rollout.embedded.config import Config
+from treadle.rollout.embedded.generation import Decoder, Generation, check
+from treadle.rollout.embedded.runner import Runner, Sampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.handles import Device, OnPublish
+    from treadle.types import Completion, TokenRequest
+
+_QUIET_ROUNDS = 8  # rounds of the event loop without a new request; a chain of awaits takes one round a link
+_PASS_TOKENS = 2048  # prompt tokens in one pass: bounds its memory, and how long others wait for the device
+_LOAD_PRIORITY = 0
+
+
+class EmbeddedEngine:
+    """`handles.RolloutHandle` over `model`, in which `treadle.attention` is installed.
+
+    owns_weights=True: the model is the engine's own; `load` copies new weights into it.
+    owns_weights=False: it is the very module that the trainer trains; `load(None, version)` copies nothing. Whoever
+    trains it pauses the engine from before the weights change until after that `load`, or tokens would carry the
+    version before.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Decoder | None, config: Config, device: Device, *, owns_weights: bool
+    ) -> None:
+        self._runner = Runner(model, config.max_sequences)
+        self._decoder = tokenizer  # for stop strings only
+        self._max_rows = config.max_sequences
+        self._device = device
+        self._owns_weights = owns_weights
+        self._version = 0
+        self._waiting: list[Generation] = []  # in order of rank
+        self._rows: list[Generation] = []  # the i-th owns row i of the cache
+        self._arrived = 0
+        self._tokens = 0
+        self._paused = self._asleep = self._draining = self._closed = False
+        self._half_loaded = False
+        self._turn = asyncio.Lock()  # held over a pass, and by whoever changes what passes rely on
+        self._publishing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ RolloutHandle
+
+    async def generate(self, request: TokenRequest) -> Completion:
+        """Sample until a stop token, a stop string or `max_tokens`. Cancelling this frees its row.
+
+        Stop strings are looked for in what this request samples, the completing token included. Raises `RolloutError`
+        for a request that cannot be served, and whatever a pass raised while it was waiting.
+        """
+        self._usable()
+        check(request, self._runner.vocabulary, self._runner.context, self._decoder)
+        generation = Generation(request, self._arrived, asyncio.get_running_loop().create_future())
+        self._arrived += 1
+        self._enqueue(generation)
+        self._start()
+        return await generation.done
+
+    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, on_publish: OnPublish) -> None:
+        """Take new weights and stamp `version`; prompts computed before are forgotten. In flight, by `on_publish`:
+
+        - "drain": they finish first, new ones wait;
+        - "resume": they stop, keep their tokens, and go on from them under the new weights, all recomputed;
+        - "continue": they go on with the keys and values that they have.
+
+        Raises `WeightSyncError` for tensors that do not fit. The model may then hold some of them, so what is in flight
+        fails with the same error, and nothing is generated until a whole load has succeeded.
+        """
+        if self._owns_weights and weights is None:
+            raise WeightSyncError(f"version {version}: this engine has its own copy of the weights, and was sent none")
+        if not self._owns_weights and weights is not None:
+            raise WeightSyncError(f"version {version}: weights were sent, but the engine shares the trainer's")
+        async with self._publishing:
+            try:
+                if on_publish == "drain":
+                    await self._drain()
+                async with self._turn:
+                    if on_publish != "continue":
+                        self._preempt()
+                    self._runner.prefixes.clear()
+                    if weights is not None:
+                        await self._copy(weights)
+                    self._version = version
+            finally:
+                self._draining = False
+                self._start()
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Returns when no pass is running; rows, caches and requests are kept."""
+        self._paused = True
+        async with self._turn:
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._start()
+
+    async def sleep(self) -> None:
+        """Free the caches. What is in flight keeps its tokens and, like new requests, waits for `wake`."""
+        self._asleep = True
+        async with self._turn:
+            self._preempt()
+            self._runner.forget()
+
+    async def wake(self) -> None:
+        self._asleep = False
+        self._start()
+
+    def stats(self) -> Mapping[str, float]:
+        """queue, running: requests now · tokens: sampled so far · decode_steps: passes of one token a row ·
+        prompt_tokens: computed in prompt passes (again after a preemption) · prefix_hits: prompts copied instead ·
+        cache_bytes: of keys and values now · version: of the weights."""
+        return {
+            "queue": sum(not g.done.done() for g in self._waiting),
+            "running": sum(not g.done.done() for g in self._rows),
+            "tokens": self._tokens,
+            "decode_steps": self._runner.decode_steps,
+            "prompt_tokens": self._runner.prompt_tokens,
+            "prefix_hits": self._runner.prefix_hits,
+            "cache_bytes": self._runner.cache.nbytes,
+            "version": self._version,
+        }
+
+    async def close(self) -> None:
+        """End. Requests that are still in flight get a `RolloutError`."""
+        self._closed = True
+        async with self._turn:
+            self._fail(RolloutError("the rollout engine was closed while this request was in flight"))
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+
+    # ------------------------------------------------------------------ the task that drives the passes
+
+    def _start(self) -> None:
+        if not self._held() and (self._waiting or self._rows) and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._serve(), name="treadle-rollout")
+
+    async def _serve(self) -> None:
+        try:
+            while await self._pass():
+                pass
+        except asyncio.CancelledError:
+            for generation in (*self._rows, *self._waiting):
+                generation.done.cancel()
+            raise
+        except Exception as error:  # carried, whatever it is, to everyone who waits
+            self._fail(error)
+
+    async def _pass(self) -> bool:
+        """One pass over the model; False when there is nothing to do or the engine is held."""
+        await self._settle()
+        async with self._turn:
+            if self._held():
+                return False
+            moves = self._sweep()
+            new = self._admissible()
+            if not new and not self._rows:
+                return False
+            rows = new or self._rows
+            work: Callable[[], Sampled] = (
+                partial(self._runner.admit, new, len(self._rows)) if new else partial(self._runner.decode, rows)
+            )
+            sampled = await self._device.run(partial(self._on_device, moves, work), min(g.rank for g in rows)[0])
+            if new:
+                admitted = set(new)
+                self._waiting = [g for g in self._waiting if g not in admitted]
+                self._rows += new
+            for generation, (token, logprob) in zip(rows, sampled, strict=True):
+                if not generation.done.done():
+                    generation.add(token, logprob, self._version, self._decoder)
+                    self._tokens += 1
+            if any(not g.done.done() for g in (*self._rows, *self._waiting)):
+                return True
+            self._sweep()
+            return False
+
+    def _on_device(self, moves: list[tuple[int, int, int]], work: Callable[[], Sampled]) -> Sampled:
+        for move in moves:
+            self._runner.cache.move(*move)
+        return work()
+
+    async def _settle(self) -> None:
+        """Let the event loop turn until requests stop coming, so that what is asked together is admitted together."""
+        quiet, seen = 0, self._arrived
+        while quiet < _QUIET_ROUNDS:
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if seen == self._arrived else 0
+            seen = self._arrived
+
+    def _sweep(self) -> list[tuple[int, int, int]]:
+        """Forget what is done; the last rows fill the holes. Returns the moves (from, to, length) of the cache."""
+        rows, moves = self._rows, []
+        for hole in range(len(rows)):
+            while rows and rows[-1].done.done():
+                rows.pop()
+            if hole < len(rows) and rows[hole].done.done():
+                rows[hole] = rows.pop()
+                moves.append((len(rows), hole, rows[hole].length - 1))
+        self._waiting = [g for g in self._waiting if not g.done.done()]
+        if self._runner.prefixes:
+            alive = {g.key for g in (*rows, *self._waiting)}
+            self._runner.prefixes = {k: p for k, p in self._runner.prefixes.items() if k in alive}
+        return moves
+
+    def _admissible(self) -> list[Generation]:
+        """The next to get rows, as many as there is room for and as one pass should compute."""
+        new: list[Generation] = []
+        cost = 0
+        for generation in self._waiting:
+            if len(self._rows) + len(new) == self._max_rows:
+                break
+            if self._draining and not generation.token_C:
+                continue
+            cost += self._runner.cost(generation, new)
+            if new and cost > _PASS_TOKENS:
+                break
+            new.append(generation)
+        return new
+
+    # ------------------------------------------------------------------ help
+
+    def _held(self) -> bool:
+        return self._paused or self._asleep or self._closed or self._half_loaded
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise RolloutError("the rollout engine is closed")
+        if self._half_loaded:
+            raise WeightSyncError("the last load failed and left weights of two versions mixed; load all of them again")
+
+    def _enqueue(self, generation: Generation) -> None:
+        bisect.insort(self._waiting, generation, key=lambda g: g.rank)
+
+    def _preempt(self) -> None:
+        """Take the rows of everyone, their tokens kept, and the memory of the cache."""
+        for generation in self._rows:
+            if not generation.done.done():
+                self._enqueue(generation)
+        self._rows.clear()
+        self._runner.cache.drop()
+
+    async def _drain(self) -> None:
+        """Wait until all that have begun are done, while none begins."""
+        async with self._turn:
+            self._draining = True
+            begun = [g.done for g in (*self._rows, *self._waiting) if g.token_C and not g.done.done()]
+        if begun and not self._owns_weights:
+            raise RolloutError(
+                f"{len(begun)} requests are in flight on weights that the trainer has already changed, so they cannot "
+                "finish on the old ones; use on_publish: resume or continue, or give the engine its own copy"
+            )
+        if begun and self._held():
+            raise RolloutError(f"{len(begun)} requests are in flight in a held engine: resume or wake it to drain it")
+        if begun:
+            await asyncio.wait(begun)
+
+    async def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._half_loaded = True
+        try:
+            await self._device.run(partial(self._runner.load, weights), _LOAD_PRIORITY)
+        except asyncio.CancelledError:
+            self._fail(WeightSyncError("a load was cancelled half way"))
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._half_loaded = False
+
+    def _fail(self, error: Exception) -> None:
+        """Give the error to everyone who waits, and start afresh."""
+        for generation in (*self._rows, *self._waiting):
+            if not generation.done.done():
+                generation.done.set_exception(error)
+        self._rows.clear()
+        self._waiting.clear()
+        self._runner.forget()

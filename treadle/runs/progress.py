@@ -1,0 +1,146 @@
+"""What a person sees while a run trains: a live view on a terminal, a plain line a step anywhere else.
+
+The view is drawn by the calls below and by nothing else: no thread, and no frame more often than `INTERVAL`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from treadle.runs.text import encodable, readable
+
+INTERVAL = 0.1  # seconds between two frames
+LONGEST = 500  # characters of a prompt or a response; what the terminal has no room for is cut off
+
+SHOWN = {
+    "reward/mean": "reward",
+    "response/tokens": "tokens",
+    "time/tokens_per_second": "tokens/s",
+}
+"""Metrics of a step that are shown, and as what."""
+
+
+class Progress:
+    """Progress of a run. Silent before `start`; usable as a context manager, which `stop`s it.
+
+    ::
+
+        with Progress() as progress:
+            progress.start(total_steps=50, done=12)
+            progress.stage("generate", 3, 48)
+            progress.step(13, {"reward/mean": 0.4})
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console if console is not None else Console()
+        self._live: Live | None = None
+        self._total = self._first = self._done = 0
+        self._started = self._drawn = 0.0
+        self._stages: dict[str, tuple[int, int]] = {}
+        self._numbers = ""
+        self._sample: tuple[str, str, float | None] | None = None
+
+    # ------------------------------------------------------------------ what the recorder calls
+
+    def start(self, total_steps: int, done: int) -> None:
+        """Training begins, `done` of its steps behind it."""
+        self._total, self._first, self._done = total_steps, done, done
+        self._started = time.monotonic()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self._frame(), console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """A stage (generate, update, publish, …) of the current step has come this far."""
+        self._stages[name] = (done, total)
+        self._draw(now=False)
+
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
+        """A step is done."""
+        self._done = step
+        self._stages = {name: (0, total) for name, (_, total) in self._stages.items()}  # rows stay: nothing jumps
+        shown = [(label, metrics[name]) for name, label in SHOWN.items() if name in metrics]
+        self._numbers = "   ".join(f"{label} {_number(value)}" for label, value in shown)
+        if self._live is None and self._total:
+            self._print(f"step {step}/{self._total}   {self._numbers}   {self._left()}".rstrip())
+        self._draw(now=True)
+
+    def sample(self, prompt: str, response: str, reward: float | None) -> None:
+        """The latest sample, in words."""
+        self._sample = (prompt, response, reward)
+        self._draw(now=False)
+
+    def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
+        """A line that stays: what the evaluation after `step` found."""
+        found = "   ".join(f"{name.removeprefix('evaluation/')} {_number(value)}" for name, value in metrics.items())
+        if self._total:
+            self._print(f"evaluation after step {step}   {found}")
+
+    def stop(self) -> None:
+        """Leave the last frame and give the terminal back. May be called twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.update(self._frame())
+            live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------ drawing
+
+    def _draw(self, now: bool) -> None:
+        if self._live is not None and (now or time.monotonic() - self._drawn >= INTERVAL):
+            self._live.update(self._frame(), refresh=True)
+            self._drawn = time.monotonic()
+
+    def _frame(self) -> RenderableType:
+        bars = Table.grid(padding=(0, 1))
+        bars.add_column(min_width=12)
+        bars.add_row(
+            Text("steps", style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=self._done, width=40),
+            Text(f"{self._done}/{self._total}  {self._left()}"),
+        )
+        for name, (done, total) in self._stages.items():
+            bar = ProgressBar(total=max(total, 1), completed=done, width=40)
+            bars.add_row(self._text(f"  {name}"), bar, Text(f"{done}/{total}"))
+        lines: list[RenderableType] = [bars, self._text(self._numbers)]
+        if self._sample is not None:
+            prompt, response, reward = self._sample
+            lines.append(self._text(f"prompt    {readable(prompt, LONGEST)}", style="dim"))
+            lines.append(self._text(f"response  {readable(response, LONGEST)}"))
+            lines.append(self._text(f"reward    {_number(reward)}"))
+        return Group(*lines)
+
+    def _text(self, line: str, style: str = "") -> Text:
+        # A Text is shown as it is: square brackets in it are no markup.
+        return Text(encodable(line, self._console.encoding), style=style, no_wrap=True, overflow="ellipsis")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(encodable(line, self._console.encoding)), soft_wrap=True)
+
+    def _left(self) -> str:
+        """Time left, by the steps of this process so far."""
+        steps = self._done - self._first
+        if steps <= 0 or self._done >= self._total:
+            return ""
+        seconds = (time.monotonic() - self._started) / steps * (self._total - self._done)
+        return f"{timedelta(seconds=round(seconds))} left"
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return "–" if not math.isfinite(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "–" if value is None else str(value)

@@ -1,0 +1,273 @@
+"""The composition root: from a configuration to live handles, and from there to the loop. It alone knows everything."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from treadle.agents.single_turn import SingleTurn
+from treadle.algorithms.base import Algorithm, Role
+from treadle.config import dump, plugin_class
+from treadle.controller.device import LocalDevice
+from treadle.controller.local import LocalGroup
+from treadle.data.config import evaluation_source, train_source
+from treadle.data.source import prompts
+from treadle.errors import ConfigError
+from treadle.handles import PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
+from treadle.recipes import rl
+from treadle.recipes.config import RLConfig, load_config
+from treadle.recipes.evaluate import answer
+from treadle.recipes.measure import measure_evaluation
+from treadle.rewards.scorer import function_name, make_scorer
+from treadle.runs.directory import RunDirectory
+from treadle.runs.metrics import plain
+from treadle.runs.recorder import Recorder
+from treadle.types import Kind, Prompt, Request, SamplingParams
+from treadle.weights.publish import LocalPublisher
+from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
+
+if TYPE_CHECKING:
+    from treadle.engines.torch.engine import TorchEngine
+
+T = TypeVar("T")
+Settings = RLConfig | Mapping[str, Any] | str | Path
+
+PROBE = SamplingParams(max_tokens=4)
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # nats; trainer and engine cut their matrix products differently
+
+
+def train(
+    config: Settings, *, algorithm: Algorithm | None = None, reward: RewardFunction | None = None
+) -> dict[str, Any]:
+    """Train as `config` says (a file, a mapping, or a loaded configuration); returns what `summary.json` holds.
+
+    `algorithm` and `reward` take the place of the configured ones; classes and functions of a notebook will do. The
+    same call again goes on from the last checkpoint in `run.dir`.
+    """
+    resolved = _resolve(config, algorithm, reward)
+    return _run(_train(resolved, algorithm, reward))
+
+
+def evaluate(
+    config: Settings, *, checkpoint: Path | None = None, reward: RewardFunction | None = None
+) -> dict[str, float | int | str | None]:
+    """Answer the held-out prompts with `config.model`, or with the policy of a checkpoint; returns the metrics."""
+    resolved = _resolve(config, None, reward)
+    return _run(_evaluate(resolved, checkpoint, reward))
+
+
+# ---------------------------------------------------------------------- what the two do
+
+
+async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFunction | None) -> dict[str, Any]:
+    path = Path(config.run.dir)
+    chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
+    # The parts first: a mistake that shows here leaves no run directory behind.
+    async with _parts(config, chosen, reward, training=True) as parts:
+        with (
+            RunDirectory.open(path, dump(config)) as directory,
+            Recorder(directory, config.run, config.steps) as record,
+        ):
+            system = rl.System(
+                algorithm=chosen,
+                prompts=parts.source,
+                held_out=parts.held_out,
+                agent=parts.agent(config, Kind.TRAIN),
+                evaluator=parts.agent(config, Kind.EVALUATION),
+                scorer=parts.scorer,
+                rollout=parts.rollout,
+                publish=parts.publisher(config),
+                models=parts.models,
+                record=record,
+            )
+            await rl.train(config, system)
+            await parts.device.run(partial(parts.export, directory.model))
+            record.finish({"model": str(directory.model)})
+            return directory.read_summary() or {}
+
+
+async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFunction | None) -> dict[str, Any]:
+    async with _parts(config, Algorithm(), reward, training=checkpoint is not None) as parts:
+        if not parts.held_out:
+            raise ConfigError("data.evaluation is null, so there is nothing to evaluate on; name a source of prompts")
+        if checkpoint is not None:
+            await parts.models["policy"].load(checkpoint / "policy")
+        evaluator = parts.agent(config, Kind.EVALUATION)
+        groups = await answer(
+            parts.held_out, config.evaluation, evaluator, parts.scorer, parts.rollout, "evaluation"
+        )
+        return plain(measure_evaluation(groups))
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+@dataclass
+class _Parts:
+    """Live objects of one process, back end `local`."""
+
+    config: RLConfig
+    device: LocalDevice
+    tokenizer: Any
+    source: PromptSource
+    held_out: list[Prompt]
+    scorer: Scorer
+    engine: TorchEngine  # of the policy
+    rollout: RolloutHandle
+    rollout_model: Any
+    models: Mapping[Role, TrainedHandle]
+
+    def agent(self, config: RLConfig, kind: Kind) -> SingleTurn:
+        held_out = kind is Kind.EVALUATION
+        chosen = config.evaluation if held_out else config.sampling
+        params = SamplingParams(
+            temperature=chosen.temperature,
+            top_k=config.evaluation.top_k if held_out else 0,
+            top_p=config.evaluation.top_p if held_out else 1.0,
+            max_tokens=config.sampling.max_tokens,
+            stop_token_ids=_end_tokens(self.engine.model, self.tokenizer),
+            stop=config.sampling.stop,
+        )
+        return SingleTurn(self.tokenizer, params, config.seed)
+
+    def publisher(self, config: RLConfig) -> LocalPublisher:
+        shared = self.rollout_model is self.engine.model
+        prompt = Prompt("probe", 0, (), tuple(self.tokenizer.encode("The quick brown fox")))
+        return LocalPublisher(
+            policy=self.models["policy"],
+            rollout=self.rollout,
+            device=self.device,
+            probe=Request(prompt, Kind.EVALUATION),
+            agent=SingleTurn(self.tokenizer, PROBE, config.seed),
+            tolerance=TOLERANCE[self.engine.config.dtype],
+            on_publish=config.on_publish,
+            sent=None if shared else self.engine.export,
+            held=None if shared else lambda: self.rollout_model.state_dict().items(),
+        )
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a Hugging Face directory, whole or not at all."""
+        from treadle.engines.torch.model import save_pretrained
+
+        aside = path.with_name(path.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        save_pretrained(self.engine.model, aside, self.tokenizer)
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
+
+
+@asynccontextmanager
+async def _parts(
+    config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
+) -> AsyncIterator[_Parts]:
+    """Build everything, cheap things first, and close it in reverse."""
+    from treadle.engines.torch.engine import TorchEngine
+    from treadle.engines.torch.model import load_model, load_tokenizer
+    from treadle.rollout.embedded.engine import EmbeddedEngine
+
+    async with AsyncExitStack() as stack:
+        tokenizer = load_tokenizer(config.model)
+        source = train_source(config.data, tokenizer, config.seed)
+        held_out = evaluation_source(config.data, tokenizer)
+        scorer = await stack.enter_async_context(make_scorer(config.reward, reward and {function_name(reward): reward}))
+        device = LocalDevice(config.threads)
+        stack.callback(device.close)
+
+        def build() -> tuple[TorchEngine, Any, dict[Role, Any]]:
+            dtype = config.trainer.dtype
+            policy = TorchEngine(
+                load_model(config.model, dtype), config.trainer, total_steps=config.optimizer_steps, trainable=training
+            )
+            # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
+            generator = policy.model if config.max_staleness == 0 else load_model(config.model, dtype)
+            workers: dict[Role, Any] = {"policy": PolicyWorker(policy, algorithm)}
+            if "reference" in algorithm.uses:
+                frozen = load_model(config.reference.model or config.model, dtype)
+                workers["reference"] = ReferenceWorker(
+                    TorchEngine(frozen, config.trainer, total_steps=1, trainable=False)
+                )
+            if "critic" in algorithm.uses:
+                chosen = config.critic
+                body = load_model(chosen.model or config.model, chosen.trainer.dtype)
+                critic = TorchEngine(body, chosen.trainer, total_steps=config.optimizer_steps, head="value")
+                workers["critic"] = CriticWorker(critic, algorithm)
+            return policy, generator, workers
+
+        engine, generator, workers = await device.run(build)
+        rollout = EmbeddedEngine(
+            generator, tokenizer, config.rollout, device, owns_weights=generator is not engine.model
+        )
+        stack.push_async_callback(rollout.close)
+        yield _Parts(
+            config=config,
+            device=device,
+            tokenizer=tokenizer,
+            source=source,
+            held_out=[] if held_out is None else prompts(held_out),
+            scorer=scorer,
+            engine=engine,
+            rollout=rollout,
+            rollout_model=generator,
+            models={role: cast(TrainedHandle, LocalGroup(worker, device)) for role, worker in workers.items()},
+        )
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer: what the model's generation configuration says, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None}))
+
+
+# ---------------------------------------------------------------------- calling from anywhere
+
+
+def _resolve(config: Settings, algorithm: Algorithm | None, reward: RewardFunction | None) -> RLConfig:
+    """The whole configuration, in which what was given from Python has its name and its place."""
+    functions = {} if reward is None else {"functions": {function_name(reward): 1.0}}
+    below = {"reward": functions} if functions else {}
+    if isinstance(config, RLConfig):
+        resolved = config
+    elif isinstance(config, Mapping):
+        resolved = load_config(None, base={**below, **config})
+    else:
+        resolved = load_config(Path(config), base=below)
+    sections = {name: getattr(resolved, name) for name in RLConfig.model_fields}
+    sections["reward"] = resolved.reward.model_copy(update=functions)
+    if algorithm is not None:
+        name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
+        sections["algorithm"] = algorithm.config.model_copy(update={"name": name})
+    return load_config(None, base=sections)  # the rules between sections once more
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also from a notebook, whose thread has an event loop that is already running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    outcome: list[Callable[[], T]] = []
+
+    def elsewhere() -> None:
+        try:
+            value = asyncio.run(main)
+        except BaseException as error:  # carried to the caller
+            outcome.append(partial(_raise, error))
+        else:
+            outcome.append(lambda: value)
+
+    thread = threading.Thread(target=elsewhere, name="treadle")
+    thread.start()
+    thread.join()
+    return outcome[0]()
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
