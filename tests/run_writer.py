@@ -1,6 +1,6 @@
 """A loop that records without a model, for tests of `treadle.runs`: deterministic, with groups in flight over steps.
 
-`python -m tests.run_writer DIR SEED` records it once without a break and again under many kills, and compares.
+`python -m tests.run_writer DIR SEED RUNS` records it once without a break, RUNS times under many kills, and compares.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from treadle.batch import Batch
 from treadle.runs.config import RunConfig
@@ -159,17 +160,21 @@ def at_event(number: int) -> Callable[[], None]:
 
 
 def after(seconds: float) -> Callable[[], None]:
-    return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
+    def start() -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    return start
 
 
-def main(path: Path, seed: int) -> None:
+def main(path: Path, seed: int, runs: int) -> None:
     # Children are forked before any thread exists.
-    for heavy in ("torch", "pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+    torch.set_num_threads(1)
+    for heavy in ("pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         importlib.import_module(heavy)  # else every child would spend its short life on this
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert attempt(path / "whole", lambda: None)
     expected, dice, kills = content(path / "whole"), random.Random(seed), 0
-    for run in range(6):
+    for run in range(runs):
         for _ in range(100):
             killer = at_event(dice.randint(1, 110)) if dice.random() < 0.7 else after(dice.uniform(0.01, 0.5))
             if attempt(path / str(run), killer):
@@ -184,4 +189,4 @@ def main(path: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -23,7 +23,7 @@ from treadle.algorithms.ppo import PPO, PPOConfig
 from treadle.algorithms.ratio import ratio
 from treadle.batch import Batch
 from treadle.handles import Aggregate, Loss, Outputs
-from treadle.types import Kind, Prompt, Sample
+from treadle.types import Kind, Prompt, Reward, Sample
 
 STD = math.sqrt(1 / 3)  # of (1, 0, 0, 1), unbiased
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
@@ -125,7 +125,7 @@ def test_shift_and_scale(values: list[int], shift: float, scale: float) -> None:
     plain_N = group_relative(reward_N, group_N, sample_N)
     if min(values) < max(values):  # else the rounding of scale and shift could part what is equal
         torch.testing.assert_close(
-            group_relative(scale * reward_N + shift, group_N, sample_N), plain_N, rtol=1e-4, atol=0
+            group_relative(scale * reward_N + shift, group_N, sample_N), plain_N, rtol=1e-4, atol=1e-9
         )
     centred_N = group_relative(scale * reward_N + shift, group_N, sample_N, "none")
     torch.testing.assert_close(centred_N, scale * group_relative(reward_N, group_N, sample_N, "none"))
@@ -152,8 +152,6 @@ def test_a_sample_without_tokens_is_in_the_baseline_and_in_no_denominator() -> N
 
 
 def test_rewards_by_turn_count_by_their_sum() -> None:
-    from treadle.types import Reward
-
     rows = [trajectory("psses", Reward(1.0, turns=(0.25, 0.75))), trajectory("ps", 0.0)]
     assert advantages_of(Batch.pack([group(0, rows)])) == pytest.approx(
         [math.sqrt(0.5)] * 3 + [-math.sqrt(0.5)], rel=1e-5
@@ -171,10 +169,10 @@ def test_whiten_by_hand() -> None:
 
 
 def test_the_clip_by_hand() -> None:
-    ratio_T = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1, 0.9], requires_grad=True)
+    ratio_T = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25, 0.9], requires_grad=True)
     advantage_T = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 0.0])
     term_T, cut_T = clipped_surrogate(ratio_T, advantage_T, low=0.2, high=0.3)
-    assert term_T.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -2.2, 0.0])
+    assert term_T.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -2.5, 0.0])
     assert cut_T.tolist() == [True, False, False, True, False, False]
     term_T.sum().backward()
     assert ratio_T.grad is not None
@@ -217,6 +215,15 @@ def test_the_value_clip_by_hand() -> None:
     term_T.sum().backward()
     assert value_T.grad is not None
     assert value_T.grad.tolist() == pytest.approx([-0.9, 0, 1.5, 0, -1.5])
+
+
+def test_values_within_the_clip_are_never_cut() -> None:
+    noise = torch.Generator().manual_seed(0)
+    old_T, return_T = torch.randn(2, 1000, generator=noise)
+    value_T = old_T + 0.19 * (2 * torch.rand(1000, generator=noise) - 1)
+    term_T, cut_T = clipped_value_error(value_T, old_T, return_T, clip=0.2)
+    assert not bool(cut_T.any())
+    assert torch.equal(term_T, (value_T - return_T).square() / 2)
 
 
 # ---------------------------------------------------------------------- KL

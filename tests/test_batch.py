@@ -121,8 +121,14 @@ def test_expanded_lays_back_what_was_added(batch: Batch, data: st.DataObject) ->
     narrowed_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), dtype=torch.bool)
     added_T = torch.arange(float(tokens)) + 1
     whole = batch.expanded(
-        compact.replace(mask_T=narrowed_T, advantage_T=added_T, extras_T={**compact.extras_T, "mine": added_T.long()})
+        compact.replace(
+            mask_T=narrowed_T,
+            signal_N=torch.zeros_like(batch.signal_N),
+            advantage_T=added_T,
+            extras_T={**compact.extras_T, "mine": added_T.long()},
+        )
     )
+    assert not bool(whole.signal_N.any())
     assert whole.advantage_T is not None
     assert torch.equal(whole.advantage_T[batch.mask_T], added_T)
     assert bool(whole.advantage_T[~batch.mask_T].isnan().all())

@@ -299,11 +299,13 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(PLAIN)
 def test_yaml_reads_back_what_it_writes(data: Any) -> None:
     assert from_text(to_text(data), "here") == data
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(min_value=0),
     lr=st.floats(min_value=1e-30, max_value=1e30),
@@ -332,14 +334,14 @@ KEYS = st.sampled_from(
 VALUES = st.text(max_size=12) | PLAIN.map(to_text) | st.sampled_from(["os:system", "grpo", "[1, {a: b}]", "1e999"])
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(KEYS, VALUES).map("=".join), max_size=4))
 def test_overrides_give_a_config_or_a_config_error(overrides: list[str]) -> None:
     with contextlib.suppress(ConfigError):  # anything else would pass through
         assert isinstance(load(Root, None, overrides), Root)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(max_size=60)
     | st.text(alphabet="aseed: -[]{}&*!|>'\"\n#,?<%@`1.e", max_size=60).map(str.encode)

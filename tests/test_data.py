@@ -120,7 +120,7 @@ def test_a_malformed_row_is_named_before_any_prompt(tmp_path: Path, plain: Rende
 
 
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]":,promtx1eE-.\\u ', max_size=40).map(str.encode))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_rows_or_a_data_error(tmp_path: Path, plain: Renderer, content: bytes) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
@@ -178,7 +178,7 @@ def test_each_epoch_is_another_permutation_of_all_rows(plain: Renderer) -> None:
     epochs=st.none() | st.integers(1, 3),
     limit=st.sampled_from([1, 2, 100]),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_restored_source_goes_on_with_the_next_prompt(
     tokenizer: Any, size: int, taken: int, shuffle: bool, epochs: int | None, limit: int
 ) -> None:

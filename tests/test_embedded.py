@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -360,6 +361,51 @@ def test_drain_lets_running_requests_finish_and_admits_none(llama: Any, other_ll
     assert_scored(other_llama, LATE, late)
 
 
+def test_requests_made_during_a_load_wait_for_it(llama: Any, other_llama: Any) -> None:
+    own, device = engine(hooked(llama))
+    request = ask("a", tokens(9))
+
+    async def main() -> Completion:
+        loop = asyncio.get_running_loop()
+        made: list[asyncio.Task[Completion]] = []
+
+        def before(_: int) -> None:  # on the device's thread, in front of the copy
+            loop.call_soon_threadsafe(lambda: made.append(loop.create_task(own.generate(request))))
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()
+            device.before = lambda _: None
+
+        device.before = before
+        await own.load(weights(other_llama), 1, "resume")
+        return await made[0]
+
+    completion = run(main)
+    assert set(completion.version_C) == {1}
+    assert_scored(other_llama, request, completion)
+
+
+def test_a_cancelled_load_must_be_repeated(llama: Any, other_llama: Any) -> None:
+    own, device = engine(hooked(llama))
+
+    async def main() -> None:
+        flying = asyncio.create_task(own.generate(ask("a", tokens(5), 500)))
+        await until(lambda: own.stats()["tokens"] > 2)
+        await own.pause()
+        cancelled, calls = threading.Event(), device.calls
+        device.before = lambda _: None if cancelled.wait(10) else pytest.fail("never cancelled")
+        loading = asyncio.create_task(own.load(weights(other_llama), 1, "continue"))
+        await until(lambda: device.calls > calls)
+        loading.cancel()
+        await asyncio.wait([loading])
+        cancelled.set()
+        assert loading.cancelled()
+        with pytest.raises(WeightSyncError, match="cancelled half way"):
+            await flying
+        with pytest.raises(WeightSyncError, match="the last load failed"):
+            await own.generate(ask("b", tokens(5)))
+
+    run(main)
+
+
 def test_two_publishes_in_one_request(llama: Any, other_llama: Any) -> None:
     own, _ = engine(hooked(llama), rows=1)
     request = ask("a", tokens(9), 60)
@@ -472,7 +518,8 @@ def test_weights_must_match_who_owns_them(llama: Any) -> None:
 # ---------------------------------------------------------------------- scheduling
 
 
-def test_the_same_requests_give_the_same_bits(llama: Any) -> None:
+@pytest.mark.parametrize(("prompt", "passes"), [(200, 2), (20, 1)])  # 12 prompts of 200 tokens take two passes
+def test_the_same_requests_give_the_same_bits(llama: Any, prompt: int, passes: int) -> None:
     """Asked through tasks of different depth, all of them are admitted before the first decode pass."""
 
     async def nested(own: EmbeddedEngine, request: TokenRequest, depth: int) -> Completion:
@@ -484,14 +531,14 @@ def test_the_same_requests_give_the_same_bits(llama: Any) -> None:
         own, device = engine(hooked(llama), rows=64)
         seen: list[tuple[float, float]] = []
         device.before = lambda _: seen.append((own.stats()["running"], own._runner.decode_steps))
-        requests = [ask(f"{i // 8}.{i}", tokens(200, i // 4), 6 + i % 7, prefix=f"{i // 8}") for i in range(48)]
-        completions = run(lambda: asyncio.gather(*[nested(own, r, n % 6) for n, r in enumerate(requests)]))
+        requests = [ask(f"{i // 8}.{i}", tokens(prompt, i // 4), 6 + i % 7, prefix=f"{i // 8}") for i in range(48)]
+        completions = run(lambda: asyncio.gather(*[nested(own, r, 6 * (n % 2)) for n, r in enumerate(requests)]))
         return completions, seen
 
     first, seen = once()
     assert seen[0] == (0, 0)
-    assert seen[1][0] not in (0, 48)  # 12 prompts of 200 tokens take two passes
-    assert seen[2] == (48, 0)
+    assert seen[passes - 1][0] < 48
+    assert seen[passes] == (48, 0)
     for _ in range(2):
         again, _ = once()
         for one, other in zip(first, again, strict=True):

@@ -108,7 +108,7 @@ def test_steps_over_what_the_environment_said() -> None:
     batch = annotated(Batch.pack([group(0, rows)]))
     value_T = torch.full_like(batch.reward_T, math.nan).masked_scatter(batch.mask_T, torch.tensor([1.0, 2.0, 3.0] * 3))
     # A bootstrap value on a row that terminated must not be used, whatever it is.
-    batch = batch.replace(value_T=value_T, bootstrap_N=torch.tensor([math.nan, 5.0, math.nan]))
+    batch = batch.replace(value_T=value_T, bootstrap_N=torch.tensor([100.0, 5.0, math.nan]))
     done = PPO(PPOConfig(lam=1.0)).advantages(batch.compact())
     assert done.return_T is not None
     assert done.return_T.tolist() == pytest.approx([1, 1, 1, 6, 6, 6, 1, 1, 1])

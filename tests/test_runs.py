@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rich.console import Console
 
 from tests.run_writer import (
@@ -52,7 +52,7 @@ from treadle.runs.progress import Progress
 from treadle.runs.recorder import Recorder
 from treadle.runs.samples import Ending, append_samples, read_samples, write_samples
 from treadle.runs.text import readable
-from treadle.types import Kind, Max, Mean, Reward, Sample
+from treadle.types import Group, Kind, Max, Mean, Reward, Sample
 
 ROOT = Path(__file__).parent.parent
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -80,19 +80,23 @@ def train(record: Recorder, step: int, *indices: int) -> None:
 # ---------------------------------------------------------------------- killed
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_any_moment_and_started_again_records_what_an_unbroken_run_records(tmp_path: Path, seed: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.run_writer", str(tmp_path), str(seed)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def under_kills(path: Path, seed: int, runs: int) -> int:
+    """Record again and again, killed at random moments; how many kills there were."""
+    command = [sys.executable, "-m", "tests.run_writer", str(path), str(seed), str(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kills = re.search(r"killed (\d+) times", done.stdout)
     assert kills is not None
-    assert int(kills[1]) >= 6
+    return int(kills[1])
+
+
+def test_killed_at_any_moment_and_started_again_records_what_an_unbroken_run_records(tmp_path: Path) -> None:
+    assert under_kills(tmp_path, seed=1, runs=2) >= 2
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    assert under_kills(tmp_path, seed=2, runs=10) >= 20
 
 
 def test_two_unbroken_runs_record_the_same_bytes(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_samples_hold_every_token_and_what_passes_found(tmp_path: Path) -> None:
     kinds = (Kind.TRAIN, Kind.BASELINE, Kind.TRAIN)
     trained, other = [group(4, kinds, failed=(2,)), group(1)], group(7)
     nothing = Sample("9.0", Kind.TRAIN, (), failure="prompt never answered")
-    alone = [Ending(other, State.FILTERED, "equal"), Ending(group(9).__class__(9, prompt(9), (nothing,)), State.FILTERED)]
+    alone = [Ending(other, State.FILTERED, "equal"), Ending(Group(9, prompt(9), (nothing,)), State.FILTERED)]
     batch = batch_of(trained)
     path = tmp_path / "s.parquet"
     write_samples(path, [*(Ending(g, State.TRAINED) for g in trained), *alone], batch)
@@ -305,7 +309,7 @@ def test_samples_hold_every_token_and_what_passes_found(tmp_path: Path) -> None:
 def test_samples_of_turns_and_several_trajectories(tmp_path: Path) -> None:
     reward = Reward(1.5, turns=(1.5,))
     sample = Sample("0.0", Kind.TRAIN, (trajectory(0, 0, reward=reward), trajectory(0, 2, "half \ud800 pair", reward)))
-    several = group(0).__class__(0, prompt(0), (sample,))
+    several = Group(0, prompt(0), (sample,))
     write_samples(tmp_path / "s.parquet", [Ending(several, State.TRAINED)], batch_of([several]))
     first, second = read_samples(tmp_path / "s.parquet")
     assert (first["trajectory"], second["trajectory"]) == (0, 1)
@@ -388,94 +392,324 @@ def test_a_thousand_samples_a_step_cost_milliseconds_and_reading_meanwhile_is_fr
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """The ledger against a dict, with commits lost by kills, marks and roll-backs."""
+    """The ledger against a dict: marks, roll-backs, and kills that lose what was not committed."""
 
-    marks = Bundle("marks")
+    names = st.integers(0, 11).map(str)
 
-    @initialize(target=marks)
-    def begin(self) -> tuple[int, dict[str, State | None]]:
+    @initialize()
+    def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Ledger(self.folder / "ledger.sqlite")
-        self.model: dict[str, State | None] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.books: dict[str, tuple[Kind, State | None]] = {}
         self.again: set[str] = set()
-        self.killed = False
-        return 0, {}
+        self.marks = [(0, dict(self.books))]
 
-    @precondition(lambda self: not self.killed)
-    @rule(name=st.integers(0, 15).map(str), kind=st.sampled_from(Kind))
+    @rule(name=names, kind=st.sampled_from(Kind))
     def issue(self, name: str, kind: Kind) -> None:
-        if name in self.model and name not in self.again:
+        if name in self.again:
+            self.again.remove(name)
+        elif name in self.books:
             with pytest.raises(LedgerError, match=f"sample {name} "):
                 self.ledger.issue(0, "p", {name: kind}, 1)
             return
-        self.ledger.issue(0, "p", {name: self.kinds[name] if name in self.again else kind}, 1)
-        if name not in self.again:
-            self.model[name], self.kinds[name] = None, kind
-        self.again.discard(name)
+        else:
+            self.books[name] = kind, None
+        self.ledger.issue(0, "p", {name: kind}, 1)
 
-    @precondition(lambda self: not self.killed)
-    @rule(name=st.integers(0, 15).map(str), state=st.sampled_from(State))
+    @rule(name=names, state=st.sampled_from(State))
     def finish(self, name: str, state: State) -> None:
-        fits = {State.TRAINED: Kind.TRAIN, State.BASELINE: Kind.BASELINE, State.EVALUATED: Kind.EVALUATION}
-        flying = name in self.model and self.model[name] is None
-        if not flying or fits.get(state, self.kinds[name]) != self.kinds[name]:
+        kind, now = self.books.get(name, (None, None))
+        only = {State.TRAINED: Kind.TRAIN, State.BASELINE: Kind.BASELINE, State.EVALUATED: Kind.EVALUATION}
+        if kind is None or now is not None or only.get(state, kind) != kind:
             with pytest.raises(LedgerError, match=f"sample {name} "):
                 self.ledger.finish(name, state, 1)
             return
         self.ledger.finish(name, state, 1, why="w", reward=0.5, trajectories=(trajectory(1), trajectory(2)))
-        self.model[name] = state
+        self.books[name] = kind, state
         self.again.discard(name)
 
-    @precondition(lambda self: not self.killed)
-    @rule(target=marks)
-    def mark(self) -> tuple[int, dict[str, State | None]]:
-        return self.ledger.mark(), dict(self.model)
-
-    @precondition(lambda self: not self.killed)
     @rule()
-    def kill(self) -> None:
-        """What was not committed is lost; the table may now be at any point after the last mark."""
-        self.ledger._db.close()
-        self.ledger = Ledger(self.folder / "ledger.sqlite")
-        self.killed = True
+    def mark(self) -> None:
+        self.marks.append((self.ledger.mark(), dict(self.books)))
 
-    @rule(mark=consumes(marks))
-    def roll_back(self, mark: tuple[int, dict[str, State | None]]) -> None:
-        clock, model = mark
-        if clock > self.ledger._clock and clock:  # a mark that an earlier roll-back has made void
-            return
-        if any(model.get(n) != s for n, s in self.snapshot(clock).items()):
-            return
-        found = self.ledger.roll_back(clock)
-        self.model = dict(model)
-        self.again = {f.sample for f in found}
-        assert self.again == {n for n, s in model.items() if s is None}
-        assert [f.kind for f in found] == [self.kinds[f.sample] for f in found]
-        self.killed = False
+    @rule(which=st.integers(0, 100), killed=st.booleans())
+    def roll_back(self, which: int, killed: bool) -> None:
+        if killed:
+            self.ledger._db.close()
+            self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.marks = self.marks[: which % len(self.marks) + 1]
+        clock, books = self.marks[-1]
+        self.books = dict(books)
+        in_flight = {f.sample: f.kind for f in self.ledger.roll_back(clock)}
+        assert in_flight == {name: kind for name, (kind, state) in books.items() if state is None}
+        self.again = set(in_flight)
 
-    def snapshot(self, clock: int) -> dict[str, State | None]:
-        rows = self.ledger._db.execute("SELECT sample, state, ended_at FROM samples WHERE issued_at <= ?", (clock,))
-        return {n: State(s) if at is not None and at <= clock else None for n, s, at in rows}
-
-    @invariant()
-    def balanced(self) -> None:
-        if self.killed:
-            return
-        totals = self.ledger.balance()
-        assert totals["issued"] == len(self.model)
-        assert totals["in flight"] == sum(s is None for s in self.model.values())
-        assert all(totals[state] == sum(s == state for s in self.model.values()) for state in State)
-        ended = sum(s is not None for s in self.model.values())
-        assert self.ledger._db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (2 * ended,)
+    @rule()
+    def balance(self) -> None:
+        states = [state for _, state in self.books.values()]
+        expected = {"issued": len(states), "in flight": states.count(None)} | {s.value: states.count(s) for s in State}
+        assert self.ledger.balance() == expected
+        (children,) = self.ledger._db.execute("SELECT COUNT(*) FROM trajectories").fetchone()
+        assert children == 2 * (len(states) - states.count(None))
 
     def teardown(self) -> None:
+        self.balance()
         self.ledger.cancel("over")
-        totals = self.ledger.balance()
-        assert totals["in flight"] == 0
+        assert self.ledger.balance()["in flight"] == 0
         self.ledger.close()
         shutil.rmtree(self.folder)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 3):
+        with checkpoints.write(step) as path:
+            (path / "policy").mkdir()
+            (path / "policy" / "weights").write_bytes(b"w" * step)
+            save_state(path / STATE, {"step": step, "x": 0.1 + 0.2, "seed": 2**63})
+            assert checkpoints.latest() == (None if step == 1 else (step - 1, tmp_path / f"step_{step - 1:06d}"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest == (3, tmp_path / "step_000003")
+    assert load_state(latest[1] / STATE) == {"step": 3, "x": 0.1 + 0.2, "seed": 2**63}
+    with pytest.raises(ValueError, match="never replaced"), checkpoints.write(3):
+        pass
+    with pytest.raises(KeyboardInterrupt), checkpoints.write(4):
+        raise KeyboardInterrupt
+    assert checkpoints.latest() == latest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "half a manifest", "renamed"])
+def test_a_damaged_checkpoint_is_ignored_left_alone_and_can_be_written_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        with checkpoints.write(step) as path:
+            (path / "weights").write_text("weights")
+    newest = tmp_path / "step_000002"
+    if damage == "truncated":
+        (newest / "weights").write_text("wei")
+    elif damage == "missing":
+        (newest / "weights").unlink()
+    elif damage == "no manifest":
+        (newest / "manifest.json").unlink()
+    elif damage == "half a manifest":
+        (newest / "manifest.json").write_text('{"step": 2, "fi')
+    else:
+        newest = newest.rename(tmp_path / "step_000007")
+    stray = tmp_path / "step_000003.partial"
+    stray.mkdir()
+    (stray / "weights").write_text("w")
+    assert Checkpoints.newest(tmp_path) == (1, tmp_path / "step_000001")
+    assert stray.exists()  # whoever only looks touches nothing
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert not stray.exists()
+    assert newest.exists()
+    assert checkpoints.latest() == (1, tmp_path / "step_000001")
+    assert f"{newest} is ignored" in caplog.text
+    with checkpoints.write(2) as path:
+        (path / "weights").write_text("weights")
+    assert checkpoints.latest() == (2, tmp_path / "step_000002")
+    assert not (tmp_path / "step_000001").exists()
+
+
+# ---------------------------------------------------------------------- full disk
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_names_the_file_and_leaves_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "summary.json"
+    write_aside(target, b"old")
+    monkeypatch.setattr(files.os, "fsync", full_disk)
+    with pytest.raises(RunError, match=r"summary.json: no space left on the disk. Free some"):
+        write_aside(target, b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    assert target.read_bytes() == b"old"
+    with pytest.raises(RunError, match=r"nowhere/x: cannot be written: .*No such file"):
+        write_aside(tmp_path / "nowhere" / "x", b"")
+
+
+def test_a_full_disk_under_metrics_and_log() -> None:
+    metrics = JsonLines(Path("/dev/full"))
+    with pytest.raises(RunError, match="/dev/full: no space left"):
+        metrics.append(1, {"x": 1.0})
+    metrics.close()
+    with pytest.raises(RunError, match="/dev/full: no space left"), logging_to(Path("/dev/full")):
+        logging.getLogger("treadle.x").info("hello")
+    assert not any(h.__module__.startswith("treadle") for h in logging.getLogger().handlers)
+
+
+def test_a_half_line_of_metrics_that_a_full_disk_cut_is_taken_back(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "m.jsonl")
+    metrics.append(1, {"x": 1.0})
+    real = metrics._file
+
+    class Full:
+        """Takes five bytes and then has no space."""
+
+        room = 5
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                full_disk()
+            self.room = 0
+            return real.write(data[:5])
+
+    metrics._file = Full()  # type: ignore[assignment]
+    with pytest.raises(RunError, match=r"m.jsonl: no space left"):
+        metrics.append(2, {"x": 2.0})
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+    real.close()
+
+
+def test_a_full_disk_under_the_ledger(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue(0, "p", {"0.0": Kind.TRAIN}, 1)
+    ledger.commit()
+    (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(RunError, match=r"ledger.sqlite: no space left"):  # noqa: PT012
+        for i in range(1, 10_000):
+            ledger.issue(i, "p" * 100, {f"{i}.0": Kind.TRAIN}, 1)
+    ledger.close()
+    assert read_totals(tmp_path / "ledger.sqlite")["issued"] >= 1
+
+
+def test_a_full_disk_under_a_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.write(1) as path:
+        (path / "weights").write_text("w")
+    with pytest.raises(RunError, match=r"step_000002: no space left"), checkpoints.write(2):
+        full_disk()
+    with pytest.raises(RunError, match=r"step_000002: no space left"), checkpoints.write(2):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors does
+    nearly = shutil.disk_usage(tmp_path)._replace(free=512)
+    with pytest.raises(ZeroDivisionError), checkpoints.write(2):
+        _ = 1 / 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly)
+    with pytest.raises(RunError, match=r"step_000002: no space left") as caught, checkpoints.write(2):
+        raise RuntimeError("a native writer failed")  # as torch.save does, without an errno
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    assert checkpoints.latest() == (1, tmp_path / "step_000001")
+
+
+def test_a_full_disk_in_a_step_ends_the_run_which_then_goes_on(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunError, match=r"step_000002.parquet: no space left"), recorder(directory, every=1) as opened:  # noqa: PT012
+        opened.restore()
+        train(opened, 1, 0, 1)
+        with opened.checkpoint(1, {"step": 1}) as path:
+            (path / "weights").write_text("w")
+        monkeypatch.setattr(files.os, "fsync", full_disk)
+        train(opened, 2, 2, 3)
+    monkeypatch.undo()
+    assert read_totals(directory.ledger)["cancelled"] == 6
+    with recorder(directory) as opened:
+        found = opened.restore()
+        assert found is not None
+        assert found[1] == {"step": 1}
+        train(opened, 2, 2, 3)
+    assert read_totals(directory.ledger)["trained"] == 12
+
+
+# ---------------------------------------------------------------------- for people
+
+HOSTILE = "[/red] [bold]x \x1b]0;owned\x07 \x1b[2J \u202egnp \ud800 é\nline"
+
+
+@given(st.text())
+def test_readable_text_is_one_line_of_printable_characters(text: str) -> None:
+    assert readable(text).isprintable()
+    assert len(readable(text, 10)) <= 10
+
+
+def shown(progress_encoding: str, terminal: bool) -> str:
+    class Screen(StringIO):
+        encoding = progress_encoding
+
+    screen = Screen()
+    console = Console(file=screen, force_terminal=terminal, color_system=None, width=100, legacy_windows=False)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), Progress(console) as progress:  # noqa: PT012
+        progress.start(50, 10)
+        progress.stage("generate", 3, 48)
+        progress.evaluation(10, {"evaluation/greedy": 0.25})
+        progress.step(11, {"reward/mean": 0.5, "response/tokens": None, "hidden": 3.0})
+        progress._drawn = 0.0
+        progress.sample(HOSTILE, HOSTILE, 1.0)
+        assert threading.active_count() == threads
+        raise KeyboardInterrupt
+    progress.stop()
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_shows_stages_and_the_sample_but_obeys_none_of_its_text(encoding: str) -> None:
+    screen = shown(encoding, terminal=True)
+    screen.encode(encoding)
+    assert "generate" in screen
+    assert "3/48" in screen
+    assert "11/50" in screen
+    assert "left" in screen
+    assert "[/red] [bold]x" in screen
+    assert not re.search(r"\x07|\u202e|\x1b\]|\x1b\[2J", screen)
+    assert screen.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_elsewhere_a_step_is_a_plain_line() -> None:
+    lines = shown("utf-8", terminal=False).splitlines()
+    assert lines[0] == "evaluation after step 10   greedy 0.25"
+    assert re.fullmatch(r"step 11/50   reward 0.5   tokens –   \d+:\d\d:\d\d left", lines[1])
+    assert len(lines) == 2
+
+
+def test_curves_are_drawn_whatever_was_recorded(directory: RunDirectory) -> None:
+    def size() -> int:
+        picture = draw(directory).read_bytes()
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        return len(picture)
+
+    empty = size()
+    metrics, evaluations = JsonLines(directory.metrics), JsonLines(directory.evaluations)
+    for step in range(30):
+        metrics.append(step, {"reward/mean": step / 30, "response/tokens": 9.0, "policy/grad_norm": None})
+        evaluations.append(step, {"evaluation/greedy": 0.5, "evaluation/greedy_tokens": 500.0})
+    metrics.close()
+    evaluations.close()
+    assert size() > empty
+
+
+def test_the_log_is_written_and_the_handler_leaves(tmp_path: Path) -> None:
+    before = list(logging.getLogger().handlers)
+    with logging_to(tmp_path / "log.txt"):
+        logging.getLogger("treadle.x").info("half \ud800 pair")
+        logging.getLogger("library").warning("take care")
+        logging.getLogger("library").info("chatter")
+    logging.getLogger("treadle.x").warning("after")
+    log = (tmp_path / "log.txt").read_text()
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO treadle.x: half", log)
+    assert "WARNING library: take care" in log
+    assert "chatter" not in log
+    assert "after" not in log
+    assert logging.getLogger().handlers == before

@@ -44,30 +44,31 @@ def main() -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def train(config: Path, overrides: tuple[str, ...]) -> None:
-    """Train as CONFIG says, e.g. `treadle train examples/smoke.yaml steps=10 algorithm.group_size=4`.
+    """Train as CONFIG says.
 
-    The same command again goes on from the last checkpoint of its run directory.
+    `treadle train examples/smoke.yaml steps=10 algorithm.group_size=4`. The same command again goes on from the last
+    checkpoint of its run directory.
     """
     from treadle.recipes.config import load_config
 
     resolved = load_config(config, overrides)  # before anything heavy is imported
     from treadle import runtime
+    from treadle.inspector.terminal import conclude
 
     runtime.train(resolved)
+    conclude(Path(resolved.run.dir))
 
 
 @main.command("eval")
 @click.argument("target", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--config", type=click.Path(path_type=Path), help="configuration to evaluate a bare MODEL under")
+@click.option("--config", type=click.Path(path_type=Path), help="configuration under which a bare model is evaluated")
 def evaluate(target: Path, overrides: tuple[str, ...], config: Path | None) -> None:
     """Evaluate TARGET, a run directory or (with --config) a model, on the held-out prompts."""
-    from treadle.recipes.config import load_for_evaluation
-
-    resolved = load_for_evaluation(target, config, overrides)
     from treadle import runtime
+    from treadle.inspector.terminal import show_numbers
 
-    runtime.evaluate(resolved, checkpoint_of=target if config is None else None)
+    show_numbers(runtime.evaluate(target, config=config, overrides=overrides))
 
 
 @main.command()

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import yaml
+
 from treadle.agents.single_turn import SingleTurn
 from treadle.algorithms.base import Algorithm, Role
-from treadle.config import dump, plugin_class
+from treadle.config import dump, plain as plain_config, plugin_class
 from treadle.controller.device import LocalDevice
 from treadle.controller.local import LocalGroup
 from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, RunError
 from treadle.handles import PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
 from treadle.recipes import rl
 from treadle.recipes.config import RLConfig, load_config
 from treadle.recipes.evaluate import answer
 from treadle.recipes.measure import measure_evaluation
 from treadle.rewards.scorer import function_name, make_scorer
+from treadle.runs.checkpoints import Checkpoints
 from treadle.runs.directory import RunDirectory
 from treadle.runs.metrics import plain
 from treadle.runs.recorder import Recorder
@@ -44,22 +47,45 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # nats; trainer and engine cut t
 
 
 def train(
-    config: Settings, *, algorithm: Algorithm | None = None, reward: RewardFunction | None = None
+    config: Settings,
+    *,
+    overrides: Sequence[str] = (),
+    algorithm: Algorithm | None = None,
+    reward: RewardFunction | None = None,
 ) -> dict[str, Any]:
     """Train as `config` says (a file, a mapping, or a loaded configuration); returns what `summary.json` holds.
 
-    `algorithm` and `reward` take the place of the configured ones; classes and functions of a notebook will do. The
+    `overrides` are those of the command line, as `steps=10`. `algorithm` and `reward` take the place of the configured ones; classes and functions of a notebook will do. The
     same call again goes on from the last checkpoint in `run.dir`.
     """
-    resolved = _resolve(config, algorithm, reward)
+    resolved = _resolve(config, overrides, algorithm, reward)
     return _run(_train(resolved, algorithm, reward))
 
 
 def evaluate(
-    config: Settings, *, checkpoint: Path | None = None, reward: RewardFunction | None = None
+    target: str | Path,
+    *,
+    config: Settings | None = None,
+    overrides: Sequence[str] = (),
+    reward: RewardFunction | None = None,
 ) -> dict[str, float | int | str | None]:
-    """Answer the held-out prompts with `config.model`, or with the policy of a checkpoint; returns the metrics."""
-    resolved = _resolve(config, None, reward)
+    """Answer the held-out prompts with a run's policy, or with the model in `target` as `config` says.
+
+    A run is evaluated under its own configuration, changed by `overrides` (`evaluation.samples=16`): its final model,
+    or its latest checkpoint if it has not ended. Returns metrics by name, as "evaluation/sampled".
+    """
+    checkpoint = None
+    if config is None:
+        run = RunDirectory.existing(Path(target))
+        settings: dict[str, Any] = yaml.safe_load(run.config_text)
+        settings.pop("algorithm")  # a class of a notebook cannot be found again, nor is it needed
+        if run.model.exists():
+            settings["model"] = str(run.model)
+        else:
+            checkpoint = latest_checkpoint(run)
+        resolved = _resolve(settings, overrides, None, reward)
+    else:
+        resolved = _resolve(config, [*overrides, f"model={target}"], None, reward)
     return _run(_evaluate(resolved, checkpoint, reward))
 
 
@@ -91,6 +117,14 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
             await parts.device.run(partial(parts.export, directory.model))
             record.finish({"model": str(directory.model)})
             return directory.read_summary() or {}
+
+
+def latest_checkpoint(run: RunDirectory) -> Path:
+    """Of a run that has not ended."""
+    found = Checkpoints.newest(run.checkpoints)
+    if found is None:
+        raise RunError(f"{run.path} has neither a final model nor a checkpoint yet; let it train on, then evaluate it")
+    return found[1]
 
 
 async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFunction | None) -> dict[str, Any]:
@@ -229,16 +263,18 @@ def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- calling from anywhere
 
 
-def _resolve(config: Settings, algorithm: Algorithm | None, reward: RewardFunction | None) -> RLConfig:
+def _resolve(
+    config: Settings, overrides: Sequence[str], algorithm: Algorithm | None, reward: RewardFunction | None
+) -> RLConfig:
     """The whole configuration, in which what was given from Python has its name and its place."""
     functions = {} if reward is None else {"functions": {function_name(reward): 1.0}}
-    below = {"reward": functions} if functions else {}
+    path = Path(config) if isinstance(config, str | Path) else None
+    base: dict[str, Any] = {"reward": functions} if functions else {}
     if isinstance(config, RLConfig):
-        resolved = config
+        base = plain_config(config)
     elif isinstance(config, Mapping):
-        resolved = load_config(None, base={**below, **config})
-    else:
-        resolved = load_config(Path(config), base=below)
+        base |= config
+    resolved = load_config(path, overrides, base)
     sections = {name: getattr(resolved, name) for name in RLConfig.model_fields}
     sections["reward"] = resolved.reward.model_copy(update=functions)
     if algorithm is not None:

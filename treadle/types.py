@@ -72,12 +72,6 @@ class Prompt:
     answer: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
-    def load(fields: Mapping[str, Any]) -> Prompt:
-        """From the JSON form of `dataclasses.asdict`."""
-        messages, token_ids = tuple(fields["messages"]), tuple(fields["token_ids"])
-        return Prompt(**{**fields, "messages": messages, "token_ids": token_ids})
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

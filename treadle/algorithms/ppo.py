@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 class PPOConfig(AlgorithmConfig):
+    name: str = key("module of treadle.algorithms, or my.module:Class", default="ppo")
     group_size: int = key("samples asked of each prompt", default=1, ge=1)
     minibatches: int = key("optimizer steps per batch", default=4, ge=1)
     clip_low: float = key("the ratio is clipped below 1 - clip_low", default=0.2, gt=0, le=1)

@@ -65,8 +65,9 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     whole = dict(below)
     for name, value in above.items():
         under = whole.get(name)
-        both = isinstance(under, Mapping) and isinstance(value, Mapping)
-        whole[name] = _merged(under, value) if both else value
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            value = _merged(under, value)
+        whole[name] = value
     return whole
 
 

@@ -106,8 +106,9 @@ def _parsed(raw: bytes, path: Path, line: int) -> Row:
 
     try:
         text = raw.decode("utf-8-sig")
-        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_twins)
-        json.dumps(row, ensure_ascii=False).encode()  # an escape such as \ud800 is no text, and no tokenizer takes it
+        row = _DECODER.decode(text)
+        if "\\u" in text:  # an escape such as \ud800 alone is no text, and no tokenizer takes it
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         refuse(f"not UTF-8 text ({error.reason} at byte {error.start})")
     except UnicodeEncodeError:
@@ -169,3 +170,6 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
     return whole
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_twins)

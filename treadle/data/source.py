@@ -6,6 +6,7 @@ The order of an epoch is a pure function of (seed, epoch), so a position is two 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class Row:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class RowSource:
+class RowSource(ABC):
     """A `PromptSource` over numbered rows. A subclass gives `__len__`, `row` and `fingerprint`.
 
     `skipped` counts, by reason, how often a row was kept out so far.
@@ -68,17 +69,17 @@ class RowSource:
         self._rows_epoch = -1
         self.skipped: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def row(self, number: int) -> Row:
         """Row `number`, counted from 0."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """Changes when the rows do: a run continues only over the data that it began with."""
-        raise NotImplementedError
 
     def next(self) -> Prompt | None:
         """The next prompt that fits the limit, or None after the last epoch.
@@ -100,7 +101,7 @@ class RowSource:
             return Prompt(row.id, self._index - 1, messages, token_ids, row.answer, row.metadata)
         return None
 
-    def feedback(self, group: Group) -> None:
+    def feedback(self, group: Group) -> None:  # noqa: B027 (a hook: most sources have no use for it)
         """Rows come in a fixed order, whatever became of the ones before."""
 
     def state(self) -> dict[str, Any]:

@@ -13,9 +13,11 @@ one in progress when it started. In completion order one slow group would grow a
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treadle.errors import RewardError, TrainingError
@@ -136,13 +138,14 @@ class Collector:
     def state(self, consumed: list[Group]) -> dict[str, Any]:
         """What a restart needs: the source's position and the prompts in flight beside those just consumed."""
         done = {group.index for group in consumed}
-        in_flight = [asdict(p) for index, p in sorted(self._in_flight.items()) if index not in done]
-        return {"source": self.prompts.state(), "in_flight": in_flight}
+        in_flight = [prompt for index, prompt in sorted(self._in_flight.items()) if index not in done]
+        # Pickled, for answers and metadata may hold what JSON does not.
+        return {"source": self.prompts.state(), "in_flight": base64.b64encode(pickle.dumps(in_flight)).decode()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state()`."""
         self.prompts.restore(state["source"])
-        self.pending = [Prompt.load(fields) for fields in state["in_flight"]]
+        self.pending = pickle.loads(base64.b64decode(state["in_flight"]))
 
     def _give_back(self, prompt: Prompt) -> None:
         del self._in_flight[prompt.index]

@@ -59,7 +59,7 @@ def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float], turns: 
 
 def _number(value: Any, what: str) -> float:
     """Python, NumPy and torch scalars and booleans; nothing with a length, nothing non-finite."""
-    scalar = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | complex)
+    scalar = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | complex | np.complexfloating)
     if not scalar or np.ndim(cast(Any, value)) != 0:
         raise NotAReward(f"{what} is {value!r:.80} ({type(value).__name__}), not a number; {ALLOWED}")
     try:

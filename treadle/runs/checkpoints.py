@@ -6,8 +6,10 @@ last. A directory whose manifest does not hold is not a checkpoint.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -65,7 +67,12 @@ class Checkpoints:
 
     def latest(self) -> tuple[int, Path] | None:
         """Step and directory of the newest checkpoint that is whole."""
-        for step, path in self._all():
+        return self.newest(self.directory)
+
+    @staticmethod
+    def newest(directory: Path) -> tuple[int, Path] | None:
+        """`latest` of a run that another process may hold: looks, and touches nothing."""
+        for step, path in _all(directory):
             fault = _fault(path, step)
             if fault is None:
                 return step, path
@@ -82,15 +89,10 @@ class Checkpoints:
         sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
         write_aside(partial / MANIFEST, json.dumps({"step": step, "files": sizes}, indent=1).encode())
 
-    def _all(self) -> list[tuple[int, Path]]:
-        """Newest first, whole or not."""
-        names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.directory.iterdir())
-        return sorted(((int(match[1]), path) for match, path in names if match), reverse=True)
-
     def _prune(self) -> None:
         """Remove what is older than the newest `keep` whole ones. A damaged newer one is left for people to look at."""
-        whole = [step for step, path in self._all() if _fault(path, step) is None][: self.keep]
-        for step, path in self._all():
+        whole = [step for step, path in _all(self.directory) if _fault(path, step) is None][: self.keep]
+        for step, path in _all(self.directory):
             if len(whole) == self.keep and step < whole[-1]:
                 with writing(path):
                     shutil.rmtree(path)
@@ -111,6 +113,12 @@ def load_state(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _all(directory: Path) -> list[tuple[int, Path]]:
+    """Newest first, whole or not."""
+    names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.iterdir())
+    return sorted(((int(match[1]), path) for match, path in names if match), reverse=True)
+
+
 def _fault(path: Path, step: int) -> str | None:
     """What is wrong with a checkpoint; None if its manifest holds."""
     try:
@@ -126,8 +134,10 @@ def _fault(path: Path, step: int) -> str | None:
 def _full(partial: Path, error: BaseException) -> bool:
     """Whether a full disk broke the writing of a checkpoint.
 
-    Libraries that write by native code (torch, safetensors) raise errors of their own: then the disk itself is asked.
+    Libraries that write by native code raise errors of their own: safetensors with the system's words, torch without
+    any; for the latter the disk itself is asked.
     """
     if isinstance(error, RunError) or not isinstance(error, Exception):
         return False
-    return says_full(error) or shutil.disk_usage(partial).free < 1 << 16
+    in_words = os.strerror(errno.ENOSPC) in str(error)
+    return says_full(error) or in_words or shutil.disk_usage(partial).free < 1 << 16

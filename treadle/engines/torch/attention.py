@@ -20,7 +20,7 @@ class PackedAttention:
         self.longest = max(self.lengths)
         self.bounds_N1 = F.pad(torch.tensor(self.lengths, device=device).cumsum(0), (1, 0)).int()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def __call__(self, _: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [1, H, S, D] and k, v [1, K, S, D], rotated; the result [1, H, S, D]."""
         if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
             return self._flash(q, k, v, scaling)
@@ -41,15 +41,19 @@ class PackedAttention:
         """Variable-length FlashAttention."""
         from torch.nn.attention.varlen import varlen_attn
 
+        q_SHD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (q, k, v))
+        bounds_N1, longest, gqa = self.bounds_N1, self.longest, q.shape[1] != k.shape[1]
         result = varlen_attn(
-            *(x[0].transpose(0, 1) for x in (q, k, v)),
-            self.bounds_N1,
-            self.bounds_N1,
-            self.longest,
-            self.longest,
+            q_SHD,
+            k_SKD,
+            v_SKD,
+            bounds_N1,
+            bounds_N1,
+            longest,
+            longest,
             scale=scaling,
             window_size=(-1, 0),  # causal
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=gqa,
         )
         assert isinstance(result, Tensor)
         return result.transpose(0, 1)[None]

@@ -41,7 +41,8 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
     file = path / TENSORS
     try:
         with safe_open(file, "pt") as stored:
-            found = {name: (_shape(stored, name), stored.get_slice(name).get_dtype()) for name in stored.keys()}
+            names = list(stored.keys())
+            found = {name: (_shape(stored, name), stored.get_slice(name).get_dtype()) for name in names}
             wanted = {name: (tuple(t.shape), _DTYPES[t.dtype]) for name, t in targets.items()}
             if found != wanted:
                 culprit = min(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))

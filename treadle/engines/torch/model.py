@@ -36,13 +36,14 @@ def load_model(path: str, dtype: str) -> Any:
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model '{path}': its weights cannot be loaded, download or export it again: {_first_line(error)}"
         ) from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model '{path}' lacks {len(missing)} tensors of a {type(model).__name__}, '{missing[0]}' first; "

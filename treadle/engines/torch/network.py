@@ -39,13 +39,15 @@ class Network:
 
     def __init__(self, model: Any, head: Head, chunk: int, recompute: bool) -> None:
         """`recompute`: forget the activations of every decoder layer and make them again in the backward pass."""
-        self.model, self.head, self.chunk = model, head, chunk
+        self.model, self.chunk = model, chunk
+        self.head: Head = head
         self.decoder: nn.Module = model.get_decoder()
         self.name = type(model).__name__
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise ModelError(f"{self.name} has no language-model head")
-        self.rule = LogitRule.of(model.config.get_text_config().to_dict())
+        self.settings: dict[str, Any] = model.config.get_text_config().to_dict()
+        self.rule = LogitRule.of(self.settings)
         weight = self.lm_head.weight
         self.accurate = accurate_dtype(weight.dtype)
         self.value_head: nn.Linear | None = None
@@ -53,7 +55,9 @@ class Network:
             self.value_head = nn.Linear(weight.shape[1], 1, dtype=self.accurate, device=weight.device)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self.recomputed = [m for m in self.decoder.modules() if recompute and isinstance(m, GradientCheckpointingLayer)]
+        self.recomputed: list[Any] = [
+            m for m in self.decoder.modules() if recompute and isinstance(m, GradientCheckpointingLayer)
+        ]
         if recompute and not self.recomputed:
             raise ModelError(f"{self.name} cannot recompute its layers; set activation_checkpointing=false")
         model.eval()
@@ -147,9 +151,15 @@ class Network:
     def prove(self) -> None:
         """Two packed sequences must give the logits that the model itself gives for each alone.
 
-        That finds an architecture that does not pass the plan on, that mixes neighbours some other way (state-space
-        layers, convolutions), or that does to its logits what `LogitRule` does not know. Raises `ModelError`.
+        That finds an architecture that does not pass the plan on, or that does to its logits what `LogitRule` does not
+        know. Layers that mix neighbours in another way (convolutions, state spaces) leak too little for numbers to
+        tell, so they are refused by what they are called. Raises `ModelError`.
         """
+        kinds = set(self.settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ModelError(
+                f"{self.name} has {sorted(kinds)} layers, which cannot run packed; use another architecture"
+            )
         vocabulary = self.lm_head.weight.shape[0]
         sequences = [torch.randint(vocabulary, (n,), generator=torch.Generator().manual_seed(n)) for n in (6, 9)]
         packed_SE = self._decode(torch.cat(sequences), [6, 9])

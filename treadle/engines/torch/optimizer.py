@@ -103,7 +103,7 @@ class Optimizer:
         """Copy the masters into the compute weights, in place."""
         pairs = [(p, self.masters[n]) for n, p in self.compute.items() if p is not self.masters[n]]
         if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def updates(self) -> int:

@@ -275,14 +275,11 @@ class EmbeddedEngine:
             await asyncio.wait(begun)
 
     async def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._half_loaded = True
         try:
             await self._device.run(partial(self._runner.load, weights), _LOAD_PRIORITY)
-        except asyncio.CancelledError:
-            self._fail(WeightSyncError("a load was cancelled half way"))
-            raise
-        except Exception as error:
-            self._fail(error)
+        except BaseException as error:
+            self._half_loaded = True
+            self._fail(error if isinstance(error, Exception) else WeightSyncError("a load was cancelled half way"))
             raise
         self._half_loaded = False
 
