@@ -13,8 +13,14 @@ import yaml
 
 from treadle.runs.metrics import read_rows, without_times
 from treadle.runs.samples import read_samples
+from treadle.types import Trajectory
 
 ROOT = Path(__file__).parent.parent
+
+
+async def variety(trajectory: Trajectory) -> float:
+    """Share of different characters: a reward that is never the same for all. Async: no worker process to start."""
+    return len(set(trajectory.response)) / 8
 
 
 def settings(tmp_path: Path, model: Path, rows: int = 8, **more: Any) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def settings(tmp_path: Path, model: Path, rows: int = 8, **more: Any) -> dict[st
         "threads": 1,
         "run": {"dir": str(tmp_path / "run")},
         "data": {"train": {"name": "jsonl", "path": str(data)}, "chat": False},
-        "reward": "fraction",
+        "reward": "tests.runs:variety",
         "algorithm": {"name": "grpo", "group_size": 4},
         "sampling": {"max_tokens": 8},
         "trainer": {"dtype": "float32", "learning_rate": 1e-2},

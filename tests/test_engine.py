@@ -138,7 +138,11 @@ def test_recomputing_activations_gives_the_same_gradient(tiny_model: Path, head:
         engine = engine_of(tiny_model, head=head, activation_checkpointing=recompute)
         if engine.network.value_head is not None:
             torch.nn.init.ones_(engine.network.value_head.weight)
+        modes: set[bool] = set()
+        for layer in engine.model.model.layers:
+            layer.register_forward_hook(lambda module, *_, modes=modes: modes.add(module.training))
         accumulate(engine.network, batch, objective, 24)
+        assert modes == {False}  # a layer in training mode might drop activations
         gradients.append({n: p.grad for n, p in engine.network.parameters().items() if p.grad is not None})
     assert same(*gradients)
 
@@ -344,7 +348,7 @@ def test_damaged_and_foreign_checkpoints_are_named(tiny_model: Path, tmp_path: P
     with pytest.raises(RunError, match=r"state\.json is missing"):
         engine.load(tmp_path)
     engine.save(tmp_path / "good")
-    with pytest.raises(RunError, match=r"weight/model.embed_tokens.weight.*float32|value_head"):
+    with pytest.raises(RunError, match=r"does not fit this model: 'weight/value_head\.bias'"):
         engine_of(tiny_model, head="value").load(tmp_path / "good")
     shutil.copytree(tmp_path / "good", tmp_path / "cut")
     tensors = tmp_path / "cut" / "state.safetensors"
@@ -370,9 +374,7 @@ def test_export_is_what_a_saved_directory_loads(tiny_model: Path, tmp_path: Path
     assert again.lm_head.weight is again.model.embed_tokens.weight
     batch = make_batch(LENGTHS)
     other = TorchEngine(again, engine.config, total_steps=1, trainable=False)
-    assert engine.logprobs(batch).equal(other.logprobs(batch)) or torch.equal(
-        engine.logprobs(batch)[batch.mask_T], other.logprobs(batch)[batch.mask_T]
-    )
+    assert torch.equal(engine.logprobs(batch)[batch.mask_T], other.logprobs(batch)[batch.mask_T])
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
     assert load_tokenizer(str(tmp_path)).chat_template
 

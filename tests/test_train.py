@@ -41,6 +41,7 @@ def test_the_smoke_run_learns(staleness: int, tiny_model: Path, tmp_path: Path) 
         max_staleness=staleness,
         algorithm={"name": "grpo", "group_size": 8},
         sampling={"max_tokens": 16},
+        reward="fraction",
     )
     treadle.train(config)
     rows = metrics(tmp_path / "run")
@@ -53,7 +54,7 @@ def test_the_smoke_run_learns(staleness: int, tiny_model: Path, tmp_path: Path) 
 
 def test_ppo_runs_all_four_roles(tiny_model: Path, tmp_path: Path) -> None:
     algorithm = {"name": "ppo", "group_size": 2, "kl_coefficient": 0.05, "minibatches": 2, "critic_warmup_steps": 1}
-    treadle.train(settings(tmp_path, tiny_model, steps=3, algorithm=algorithm), reward=length)
+    treadle.train(settings(tmp_path, tiny_model, steps=3, algorithm=algorithm))
     rows = metrics(tmp_path / "run")
     assert "policy/loss" not in rows[0]  # critic warm-up: no version either
     assert rows[0]["critic/grad_norm"] > 0

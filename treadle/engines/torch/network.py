@@ -55,9 +55,8 @@ class Network:
             self.value_head = nn.Linear(weight.shape[1], 1, dtype=self.accurate, device=weight.device)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self.recomputed: list[Any] = [
-            m for m in self.decoder.modules() if recompute and isinstance(m, GradientCheckpointingLayer)
-        ]
+        layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.recomputed = layers if recompute else []
         if recompute and not self.recomputed:
             raise ModelError(f"{self.name} cannot recompute its layers; set activation_checkpointing=false")
         model.eval()
