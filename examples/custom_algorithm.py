@@ -1,4 +1,4 @@
-"""An algorithm of one's own: REINFORCE with the mean of the group as baseline. `python examples/custom_algorithm.py`."""
+"""An algorithm of one's own: REINFORCE with the group's mean as baseline. `python examples/custom_algorithm.py`."""
 
 import treadle
 from treadle.algorithms.advantages import group_relative

@@ -38,6 +38,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny(out: Path, seed: int = 0) -> None:
     """A random byte-level Llama (hidden 64, 2 layers, heads of 32) in float32."""
     tokenizer = byte_tokenizer()
+    end, pad = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>"])
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
@@ -48,8 +49,8 @@ def make_tiny(out: Path, seed: int = 0) -> None:
         num_key_value_heads=1,
         max_position_embeddings=1024,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        pad_token_id=pad,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(out)
@@ -67,8 +68,9 @@ def make_smollm2(out: Path) -> None:
     settings = quantised.config.to_dict()
     for leftover in ("quantization_config", "_name_or_path"):
         settings.pop(leftover, None)
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
-    model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in quantised.state_dict().items()})
+    model = LlamaForCausalLM(LlamaConfig(**settings, dtype="bfloat16"))
+    model.load_state_dict(quantised.state_dict())
+    model.bfloat16()
     model.tie_weights()
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)

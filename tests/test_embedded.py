@@ -826,7 +826,7 @@ class Causal:
 
     longest = 8
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any, scaling: float) -> Any:  # noqa: ARG002
+    def __call__(self, layer: int, q: Any, k: Any, v: Any, scaling: float) -> Any:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
 
 

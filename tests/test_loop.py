@@ -1,6 +1,6 @@
-"""The loop's rules, under a virtual clock: bounded staleness, no deadlock, no starvation, first failure ends the run.
+"""The loop's rules, under a virtual clock: bounded staleness, no deadlock, no starvation, a failure ends the run.
 
-The collaborators are fakes of the protocols in `treadle.handles`; `tests/test_train.py` runs the same loop on real ones.
+The collaborators are fakes of the protocols in `treadle.handles`; `tests/test_train.py` runs it on real ones.
 """
 
 from __future__ import annotations

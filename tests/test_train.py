@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from treadle.errors import ConfigError, DataError, ModelError, RewardError, RunE
 from treadle.runs.metrics import read_rows
 
 
-def wait_for_steps(run: Path, steps: int) -> None:
-    """Until so many rows of metrics are on the disk."""
-    deadline = time.monotonic() + 120
+def started(path: Path, run: Path, steps: int) -> subprocess.Popen[str]:
+    """A training process that has put so many rows of metrics on the disk."""
+    process = command("train", path)
     while len(read_rows(run / "metrics.jsonl")) < steps:
-        assert time.monotonic() < deadline, "the run makes no progress"
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
+    return process
 
 
 # ---------------------------------------------------------------------- learning
@@ -107,8 +109,7 @@ def test_killed_at_any_point_the_same_command_goes_on_bit_for_bit(
     broken = write(tmp_path, {**config, "run": {"dir": str(tmp_path / "broken"), "checkpoint_every": 2}})
     noise = random.Random(str(kills))
     for steps in kills:
-        process = command("train", broken)
-        wait_for_steps(tmp_path / "broken", steps)
+        process = started(broken, tmp_path / "broken", steps)
         time.sleep(noise.uniform(0, 0.1))
         process.kill()
         process.communicate()
@@ -126,8 +127,7 @@ def test_an_asynchronous_run_that_was_killed_loses_no_prompt_and_trains_none_twi
 ) -> None:
     config = settings(tmp_path, tiny_model, rows=40, steps=10, max_staleness=2)
     path = write(tmp_path, {**config, "run": {"dir": str(tmp_path / "run"), "checkpoint_every": 2}})
-    process = command("train", path)
-    wait_for_steps(tmp_path / "run", 5)
+    process = started(path, tmp_path / "run", 5)
     process.kill()
     process.communicate()
     code, _, err = finish("train", path)
@@ -163,7 +163,7 @@ def test_the_exported_model_reloads_with_equal_logits(tiny_model: Path, tmp_path
         Config = GRPOConfig
 
     treadle.train(settings(tmp_path, tiny_model, steps=2), algorithm=Watched(GRPOConfig(group_size=2)))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     before = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     tokens = torch.tensor([[1, 2, 3]])
@@ -247,6 +247,9 @@ def hanging(trajectory: treadle.Trajectory) -> float:
     return 1.0
 
 
+HANGING = {"functions": {"tests.test_train:hanging": 1.0}}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -257,7 +260,7 @@ def hanging(trajectory: treadle.Trajectory) -> float:
         ({"stepz": 3}, ConfigError, "steps"),
         ({"reward": "tests.test_train:hostile"}, RewardError, "no such answer"),
         ({"reward": "tests.test_train:nothing"}, RewardError, "None"),
-        ({"reward": {"functions": {"tests.test_train:hanging": 1.0}, "timeout_s": 0.2, "retries": 0}}, RewardError, "0.2"),
+        ({"reward": {**HANGING, "timeout_s": 0.2, "retries": 0}}, RewardError, "0.2"),
         ({"reward": "tests.test_train:no_such_function"}, ConfigError, "no_such_function"),
     ],
     ids=str,
@@ -305,9 +308,8 @@ def test_a_mistake_leaves_no_run_directory_behind(tiny_model: Path, tmp_path: Pa
 
 def test_two_runs_in_one_directory(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=100_000))
-    process = command("train", path)
+    process = started(path, tmp_path / "run", 1)
     try:
-        wait_for_steps(tmp_path / "run", 1)
         with pytest.raises(RunError, match=str(process.pid)):
             treadle.train(settings(tmp_path, tiny_model, steps=100_000))
     finally:
@@ -317,8 +319,7 @@ def test_two_runs_in_one_directory(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_interrupted_it_ends_cleanly_with_the_books_balanced(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=100_000, max_staleness=1))
-    process = command("train", path)
-    wait_for_steps(tmp_path / "run", 2)
+    process = started(path, tmp_path / "run", 2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer whenever nothing is ready: hours of sleeping pass in microseconds."""
+"""An event loop whose clock jumps to the next timer whenever nothing is ready: hours of sleeping pass at once."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every attention layer."""
     if plan is None:
-        raise ModelError(f"attention '{NAME}' was called without a plan; models loaded by treadle are run by its engines")
+        raise ModelError(f"attention '{NAME}' was called without a plan; such a model is run by an engine")
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{type(module).__name__} caps its scores or has attention sinks, which are not supported yet")
     if sliding_window is not None and plan.longest > sliding_window:

@@ -25,8 +25,8 @@ Aggregate = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-tok
 """How terms become one number (the normaliser rule); see `algorithms/aggregate.py`."""
 
 OnPublish = Literal["drain", "resume", "continue"]
-"""What happens to generations in flight when new weights arrive: they finish first · they stop, keep their tokens
-and go on from them under the new weights, the KV cache recomputed · the weights change under them, the KV cache kept."""
+"""What happens to generations in flight when new weights arrive: they finish first · they stop, keep their tokens and
+go on from them under the new weights, the KV cache recomputed · the weights change under them, the KV cache kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Objective:
 
     `loss(batch, outputs)` sees compact micro-batches of whole trajectories. An objective that needs statistics of the
     current model over the whole mini-batch gives `select`: then the engine makes a pass without gradient, calls
-    `select(batch, outputs)` once on the whole compact mini-batch, and trains what it returns (a narrower mask, weights).
+    `select(batch, outputs)` once on the whole compact mini-batch, and trains what it returns (a narrower mask).
     """
 
     loss: Callable[[Batch, Outputs], Loss]

@@ -16,11 +16,13 @@ import yaml
 
 from treadle.agents.single_turn import SingleTurn
 from treadle.algorithms.base import Algorithm, Role
-from treadle.config import dump, plain as plain_config, plugin_class
+from treadle.config import dump, plugin_class
+from treadle.config import plain as plain_config
 from treadle.controller.device import LocalDevice
 from treadle.controller.local import LocalGroup
 from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
+from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
 from treadle.handles import PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
 from treadle.recipes import rl
@@ -55,8 +57,8 @@ def train(
 ) -> dict[str, Any]:
     """Train as `config` says (a file, a mapping, or a loaded configuration); returns what `summary.json` holds.
 
-    `overrides` are those of the command line, as `steps=10`. `algorithm` and `reward` take the place of the configured ones; classes and functions of a notebook will do. The
-    same call again goes on from the last checkpoint in `run.dir`.
+    `overrides` are those of the command line, as `steps=10`. `algorithm` and `reward` take the place of the configured
+    ones; classes and functions of a notebook will do. The same call again goes on from the last checkpoint.
     """
     resolved = _resolve(config, overrides, algorithm, reward)
     return _run(_train(resolved, algorithm, reward))
@@ -76,16 +78,21 @@ def evaluate(
     """
     checkpoint = None
     if config is None:
+        if (Path(target) / "config.json").exists():
+            raise ConfigError(f"{target} is a model; say under which configuration to evaluate it (--config FILE)")
         run = RunDirectory.existing(Path(target))
         settings: dict[str, Any] = yaml.safe_load(run.config_text)
         settings.pop("algorithm")  # a class of a notebook cannot be found again, nor is it needed
         if run.model.exists():
             settings["model"] = str(run.model)
         else:
-            checkpoint = latest_checkpoint(run)
+            found = Checkpoints.newest(run.checkpoints)
+            if found is None:
+                raise RunError(f"{run.path} has neither a final model nor a checkpoint yet; let it train on")
+            checkpoint = found[1]
         resolved = _resolve(settings, overrides, None, reward)
     else:
-        resolved = _resolve(config, [*overrides, f"model={target}"], None, reward)
+        resolved = _resolve(config, overrides, None, reward).model_copy(update={"model": str(target)})
     return _run(_evaluate(resolved, checkpoint, reward))
 
 
@@ -93,7 +100,9 @@ def evaluate(
 
 
 async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFunction | None) -> dict[str, Any]:
-    path = Path(config.run.dir)
+    config, path = _concrete(config), Path(config.run.dir)
+    if (summary := _finished(path, config)) is not None:
+        return summary
     chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
     # The parts first: a mistake that shows here leaves no run directory behind.
     async with _parts(config, chosen, reward, training=True) as parts:
@@ -113,30 +122,40 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
                 models=parts.models,
                 record=record,
             )
-            await rl.train(config, system)
+            end = await rl.train(config, system)
             await parts.device.run(partial(parts.export, directory.model))
-            record.finish({"model": str(directory.model)})
+            record.finish({"data_ended": end.data_ended, "model": str(directory.model)})
             return directory.read_summary() or {}
 
 
-def latest_checkpoint(run: RunDirectory) -> Path:
-    """Of a run that has not ended."""
-    found = Checkpoints.newest(run.checkpoints)
-    if found is None:
-        raise RunError(f"{run.path} has neither a final model nor a checkpoint yet; let it train on, then evaluate it")
-    return found[1]
+def _concrete(config: RLConfig) -> RLConfig:
+    """With `dtype: auto` settled: a run keeps the precision that it began with."""
+    from treadle.engines.torch.model import fastest_dtype
+
+    def settled(trainer: TorchConfig) -> TorchConfig:
+        return trainer.model_copy(update={"dtype": fastest_dtype()}) if trainer.dtype == "auto" else trainer
+
+    critic = config.critic.model_copy(update={"trainer": settled(config.critic.trainer)})
+    return config.model_copy(update={"trainer": settled(config.trainer), "critic": critic})
+
+
+def _finished(path: Path, config: RLConfig) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do."""
+    if not RunDirectory(path).finished:
+        return None
+    with RunDirectory.open(path, dump(config)) as directory:
+        summary = directory.read_summary() or {}
+        return summary if summary["data_ended"] or summary["steps"] >= config.steps else None
 
 
 async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFunction | None) -> dict[str, Any]:
-    async with _parts(config, Algorithm(), reward, training=checkpoint is not None) as parts:
+    async with _parts(_concrete(config), Algorithm(), reward, training=checkpoint is not None) as parts:
         if not parts.held_out:
             raise ConfigError("data.evaluation is null, so there is nothing to evaluate on; name a source of prompts")
         if checkpoint is not None:
             await parts.models["policy"].load(checkpoint / "policy")
         evaluator = parts.agent(config, Kind.EVALUATION)
-        groups = await answer(
-            parts.held_out, config.evaluation, evaluator, parts.scorer, parts.rollout, "evaluation"
-        )
+        groups = await answer(parts.held_out, config.evaluation, evaluator, parts.scorer, parts.rollout, "evaluation")
         return plain(measure_evaluation(groups))
 
 

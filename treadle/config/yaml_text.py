@@ -142,5 +142,5 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _RESOLVERS
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 (PyYAML calls it by position)
+    def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -68,4 +68,3 @@ class LocalDevice:
         while (turn := self._waiting.get()[2]) is not None:
             turn()
             del turn  # or the last call's tensors would live until the next one
-

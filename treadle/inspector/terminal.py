@@ -58,6 +58,33 @@ def show(path: Path, step: int | None = None, limit: int = 8, console: Console |
     _samples(console, run, step, limit)
 
 
+def conclude(path: Path, console: Console | None = None) -> None:
+    """Print what training changed on the held-out prompts, and where to look next."""
+    console = console if console is not None else Console()
+    run = RunDirectory.existing(path)
+    rows = read_rows(run.evaluations)
+    if len(rows) > 1:
+        before, after = rows[0], rows[-1]
+        table = Table("held-out", "before", "after", "change", title_justify="left", box=None)
+        for name in (n for n in sorted(after) if n.startswith("evaluation/") and n in before):
+            was, now = before[name], after[name]
+            change = "–" if was is None or now is None else f"{now - was:+.3f}"
+            table.add_row(Text(name.removeprefix("evaluation/")), _number(was), _number(now), change)
+        console.print(table)
+    _line(console, f"curves  {run.curves}")
+    _line(console, f"model   {run.model}")
+    _line(console, f"Next: treadle inspect {run.path} shows metrics, books and samples.")
+
+
+def show_numbers(numbers: Row, console: Console | None = None) -> None:
+    """Print metrics by name."""
+    console = console if console is not None else Console()
+    table = Table(box=None, show_header=False)
+    for name, value in sorted(numbers.items()):
+        table.add_row(Text(name), _number(value))
+    console.print(table)
+
+
 def _status(run: RunDirectory) -> str:
     if holder := run.holder():
         return f"running ({holder})"

@@ -26,10 +26,7 @@ async def answer(
     """
     sample = Sampler(agent, scorer, rollout, FailureBudget(1.0, len(prompts) * config.samples))
     ways = {"sampled": config.samples} | ({"greedy": 1} if config.greedy else {})
-    return {
-        way: await _way(prompts, count, way == "greedy", sample, f"{label}/{way}")
-        for way, count in ways.items()
-    }
+    return {way: await _way(prompts, count, way == "greedy", sample, f"{label}/{way}") for way, count in ways.items()}
 
 
 async def _way(prompts: list[Prompt], count: int, greedy: bool, sample: Sampler, label: str) -> list[Group]:

@@ -63,16 +63,16 @@ class Now:
     data_ended: bool = False
 
 
-async def train(config: RLConfig, system: System) -> None:
+async def train(config: RLConfig, system: System) -> Now:
     """Train until `config.steps` or the end of the data, from the latest checkpoint if there is one."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            await _train(config, system, tasks)
+            return await _train(config, system, tasks)
     except BaseExceptionGroup as group:
         raise first(group) from None
 
 
-async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> None:
+async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> Now:
     algorithm, record = system.algorithm, system.record
     failures = FailureBudget(config.reward.max_failed, config.prompts_per_step * algorithm.config.group_size)
     collector = Collector(
@@ -106,6 +106,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
         if last or record.checkpoint_due(now.step, config.steps):
             await save(system, now, collector.state(groups))
         collector.release(groups)
+    return now
 
 
 async def advance(config: RLConfig, system: System, now: Now, groups: list[Group], watch: Stopwatch) -> Now:
@@ -134,7 +135,7 @@ async def advance(config: RLConfig, system: System, now: Now, groups: list[Group
 
 async def look(batch: Batch, roles: Iterable[Role], models: Mapping[Role, TrainedHandle]) -> Batch:
     """Fill in what these roles see: the policy's old log-probs, the reference's log-probs, the critic's values."""
-    found = await asyncio.gather(*(models[role].annotate(batch) for role in sorted(roles)))
+    found = await asyncio.gather(*(models[role].annotate(batch) for role in roles))
     return batch.replace(**{name: values for seen in found for name, values in seen.items()})
 
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from treadle.config.yaml_text import from_text
 from treadle.errors import RunError
+from treadle.runs.checkpoints import Checkpoints
 from treadle.runs.files import PARTIAL, write_aside, writing
 
 HEADER = "# Resolved configuration of a treadle run.\n"
@@ -163,7 +164,7 @@ class RunDirectory:
             old, new = _leaves(from_text(self.config_text, str(self.config))), _leaves(from_text(text, "config"))
             changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
             fixed = [k for k in changed if not any(fnmatchcase(k, pattern) for pattern in free)]
-            if fixed:
+            if fixed and Checkpoints.newest(self.checkpoints) is not None:  # else it begins anew, with nothing to lose
                 lines = "".join(f"\n  {k}: {old.get(k, _ABSENT)} → {new.get(k, _ABSENT)}" for k in fixed)
                 raise RunError(
                     f"{self.path} was started with another configuration:{lines}\n"

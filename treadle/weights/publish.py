@@ -76,4 +76,3 @@ def compare(sent: Weights, held: Weights, version: int) -> None:
             raise WeightSyncError(f"version {version}: '{name}' was published but the rollout engine does not hold it")
         if there[name].dtype != tensor.dtype or not torch.equal(there[name], tensor):
             raise WeightSyncError(f"version {version}: '{name}' in the rollout engine differs from the trainer's")
-

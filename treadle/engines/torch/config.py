@@ -12,7 +12,9 @@ class Config(treadle.config.Config):
     """One optimizer, AdamW; one precision rule: bfloat16 weights compute, float32 masters in the optimizer learn."""
 
     name: Literal["torch"] = key("training engine, a module of treadle.engines", default="torch")
-    dtype: Literal["bfloat16", "float32"] = key("precision of the weights that compute", default="bfloat16")
+    dtype: Literal["auto", "bfloat16", "float32"] = key(
+        "precision of the weights that compute; auto: bfloat16 where the hardware multiplies it fast", default="auto"
+    )
     learning_rate: float = key("peak learning rate", default=1e-6, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "what the learning rate does after the warm-up: stay, or fall to 0 over the run", default="constant"
@@ -24,6 +26,6 @@ class Config(treadle.config.Config):
     epsilon: float = key("AdamW epsilon", default=1e-8, gt=0)
     max_grad_norm: float = key("clip the gradient to this global norm; 0: off", default=1.0, ge=0)
     max_skipped_steps: int = key("steps in a row with a non-finite gradient before the run stops", default=3, ge=1)
-    microbatch_tokens: int = key("tokens of one forward and backward pass", default=4096, ge=1)
+    microbatch_tokens: int = key("tokens of one forward and backward pass", default=2048, ge=1)
     activation_checkpointing: bool = key("recompute layers in the backward pass to save memory", default=False)
     head_chunk: int = key("rows of logits that exist at a time", default=512, ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -51,6 +51,15 @@ def load_model(path: str, dtype: str) -> Any:
         )
     install(model)
     return model.eval()
+
+
+def fastest_dtype() -> Literal["bfloat16", "float32"]:
+    """bfloat16 on a GPU and on a CPU with instructions for its products; elsewhere float32 is several times faster."""
+    if torch.cuda.is_available():
+        return "bfloat16"
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().split() if cpu.exists() else []
+    return "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(flags) else "float32"
 
 
 def load_tokenizer(path: str) -> Any:
