@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -38,7 +39,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny(out: Path, seed: int = 0) -> None:
     """A random byte-level Llama (hidden 64, 2 layers, heads of 32) in float32."""
     tokenizer = byte_tokenizer()
-    end, pad = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>"])
+    end, pad = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|pad|>"))
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=(len(tokenizer) + 31) // 32 * 32,
@@ -65,10 +66,10 @@ def make_smollm2(out: Path) -> None:
     source = next(Path(package.origin).parent.glob("*.gguf"))
     quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # transformers leaves a quantiser on a model read from GGUF, and then refuses to save it: build a plain one.
-    settings = quantised.config.to_dict()
+    settings: dict[str, Any] = quantised.config.to_dict() | {"dtype": "bfloat16"}
     for leftover in ("quantization_config", "_name_or_path"):
         settings.pop(leftover, None)
-    model = LlamaForCausalLM(LlamaConfig(**settings, dtype="bfloat16"))
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(quantised.state_dict())
     model.bfloat16()
     model.tie_weights()

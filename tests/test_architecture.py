@@ -21,7 +21,8 @@ LAYERS: list[set[str]] = [
     {"workers", "agents"},
     {"recipes"},
     {"runtime", "inspector"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib", "pandas", "math_verify", "reasoning_gym"}

@@ -216,7 +216,8 @@ def test_an_empty_directory_and_one_killed_while_it_was_made_become_runs(tmp_pat
 
 def test_continuing_with_another_config_lists_the_keys_that_differ(tmp_path: Path) -> None:
     run = "run:\n  checkpoint_every: 5\n"
-    RunDirectory.open(tmp_path / "r", CONFIG + run).close()
+    with RunDirectory.open(tmp_path / "r", CONFIG + run) as opened, Checkpoints(opened.checkpoints).write(5):
+        pass
     free = CONFIG.replace("steps: 7", "steps: 70") + run.replace("5", "1") + "  keep_checkpoints: 2\n"
     with RunDirectory.open(tmp_path / "r", free) as opened:
         assert opened.config_text == free
@@ -225,6 +226,12 @@ def test_continuing_with_another_config_lists_the_keys_that_differ(tmp_path: Pat
     assert "run.checkpoint_every" not in str(caught.value)
     with RunDirectory.open(tmp_path / "r", free + "seed: 1\n", free={"seed"}) as opened:  # the refusal freed the lock
         assert "seed: 1" in opened.config_text
+
+
+def test_without_a_checkpoint_there_is_nothing_to_continue_and_the_config_may_change(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    with RunDirectory.open(tmp_path / "r", CONFIG.replace("group_size: 3", "group_size: 8")) as opened:
+        assert "group_size: 8" in opened.config_text
 
 
 # ---------------------------------------------------------------------- metrics

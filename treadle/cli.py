@@ -40,10 +40,10 @@ def main() -> None:
     """Reinforcement-learning post-training of language models."""
 
 
-@main.command()
+@main.command("train")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-def train(config: Path, overrides: tuple[str, ...]) -> None:
+def train_command(config: Path, overrides: tuple[str, ...]) -> None:
     """Train as CONFIG says.
 
     `treadle train examples/smoke.yaml steps=10 algorithm.group_size=4`. The same command again goes on from the last
@@ -52,10 +52,10 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     from treadle.recipes.config import load_config
 
     resolved = load_config(config, overrides)  # before anything heavy is imported
-    from treadle import runtime
     from treadle.inspector.terminal import conclude
+    from treadle.runtime import train
 
-    runtime.train(resolved)
+    train(resolved)
     conclude(Path(resolved.run.dir))
 
 
@@ -63,19 +63,19 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--config", type=click.Path(path_type=Path), help="configuration under which a bare model is evaluated")
-def evaluate(target: Path, overrides: tuple[str, ...], config: Path | None) -> None:
+def eval_command(target: Path, overrides: tuple[str, ...], config: Path | None) -> None:
     """Evaluate TARGET, a run directory or (with --config) a model, on the held-out prompts."""
-    from treadle import runtime
     from treadle.inspector.terminal import show_numbers
+    from treadle.runtime import evaluate
 
-    show_numbers(runtime.evaluate(target, config=config, overrides=overrides))
+    show_numbers(evaluate(target, config=config, overrides=overrides))
 
 
-@main.command()
+@main.command("inspect")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="the step whose samples are shown (default: the last one)")
 @click.option("--limit", type=int, default=8, show_default=True, help="samples shown")
-def inspect(run: Path, step: int | None, limit: int) -> None:
+def inspect_command(run: Path, step: int | None, limit: int) -> None:
     """Show metrics, ledger and samples of RUN, running or not."""
     from treadle.inspector.terminal import show
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import yaml
 
@@ -221,9 +222,7 @@ async def _parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[_Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.engine import TorchEngine
     from treadle.engines.torch.model import load_model, load_tokenizer
-    from treadle.rollout.embedded.engine import EmbeddedEngine
 
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model)
@@ -235,7 +234,7 @@ async def _parts(
 
         def build() -> tuple[TorchEngine, Any, dict[Role, Any]]:
             dtype = config.trainer.dtype
-            policy = TorchEngine(
+            policy = _engine("engines", config.trainer.name)(
                 load_model(config.model, dtype), config.trainer, total_steps=config.optimizer_steps, trainable=training
             )
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
@@ -243,18 +242,19 @@ async def _parts(
             workers: dict[Role, Any] = {"policy": PolicyWorker(policy, algorithm)}
             if "reference" in algorithm.uses:
                 frozen = load_model(config.reference.model or config.model, dtype)
-                workers["reference"] = ReferenceWorker(
-                    TorchEngine(frozen, config.trainer, total_steps=1, trainable=False)
-                )
+                engine = _engine("engines", config.trainer.name)(frozen, config.trainer, total_steps=1, trainable=False)
+                workers["reference"] = ReferenceWorker(engine)
             if "critic" in algorithm.uses:
                 chosen = config.critic
                 body = load_model(chosen.model or config.model, chosen.trainer.dtype)
-                critic = TorchEngine(body, chosen.trainer, total_steps=config.optimizer_steps, head="value")
-                workers["critic"] = CriticWorker(critic, algorithm)
+                engine = _engine("engines", chosen.trainer.name)(
+                    body, chosen.trainer, total_steps=config.optimizer_steps, head="value"
+                )
+                workers["critic"] = CriticWorker(engine, algorithm)
             return policy, generator, workers
 
         engine, generator, workers = await device.run(build)
-        rollout = EmbeddedEngine(
+        rollout = _engine("rollout", config.rollout.name)(
             generator, tokenizer, config.rollout, device, owns_weights=generator is not engine.model
         )
         stack.push_async_callback(rollout.close)
@@ -270,6 +270,11 @@ async def _parts(
             rollout_model=generator,
             models={role: cast(TrainedHandle, LocalGroup(worker, device)) for role, worker in workers.items()},
         )
+
+
+def _engine(kind: Literal["engines", "rollout"], name: str) -> Any:
+    """The class that a bare name stands for."""
+    return import_module(f"treadle.{kind}.{name}.engine").Engine
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ def estimate(batch: Batch, algorithm: Algorithm) -> Batch:
 
 async def learn(batch: Batch, step: int, algorithm: Algorithm, models: Mapping[Role, TrainedHandle]) -> Statistics:
     """One optimizer step per mini-batch and epoch, for every trained role whose time has come."""
-    roles = [role for role in algorithm.trains if step > algorithm.first_step(role)]
+    roles: list[Role] = [role for role in algorithm.trains if step > algorithm.first_step(role)]
     parts: list[Statistics] = []
     for _ in range(algorithm.config.epochs):
         for minibatch in batch.minibatches():

@@ -145,3 +145,6 @@ class TorchEngine:
         if self.optimizer is None:
             raise ValueError("this engine is not trainable, or closed")
         return self.optimizer
+
+
+Engine = TorchEngine  # what `trainer: {name: torch}` stands for

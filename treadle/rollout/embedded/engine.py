@@ -291,3 +291,6 @@ class EmbeddedEngine:
         self._rows.clear()
         self._waiting.clear()
         self._runner.forget()
+
+
+Engine = EmbeddedEngine  # what `rollout: {name: embedded}` stands for
