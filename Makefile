@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install models test test-fast test-long check format bench clean
+.PHONY: help quickstart smoke install models test test-fast test-long curves check format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -41,6 +41,9 @@ test-fast: $(INSTALLED)  ## the tests that take under 2 minutes together
 
 test-long: $(INSTALLED) models/smollm2  ## learning curves and chaos
 	$(BIN)/python -m pytest -m long --timeout 7200
+
+curves: $(INSTALLED) models/smollm2  ## learning curves of the quickstart over 3 seeds, into docs/images
+	$(BIN)/python -m benchmarks.learning examples/quickstart.yaml 0 1 2
 
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .

@@ -258,6 +258,7 @@ HANGING = {"functions": {"tests.test_train:hanging": 1.0}}
         ({"algorithm": {"name": "grpo", "minibatches": 3}}, ConfigError, "minibatches=3"),
         ({"algorithm": {"name": "grop"}}, ConfigError, "grpo"),
         ({"stepz": 3}, ConfigError, "steps"),
+        ({"sampling": {"max_tokens": 1024}}, ConfigError, "1 to 1023"),
         ({"reward": "tests.test_train:hostile"}, RewardError, "no such answer"),
         ({"reward": "tests.test_train:nothing"}, RewardError, "None"),
         ({"reward": {**HANGING, "timeout_s": 0.2, "retries": 0}}, RewardError, "0.2"),

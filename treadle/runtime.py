@@ -222,12 +222,13 @@ async def _parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[_Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import load_model, load_tokenizer
+    from treadle.engines.torch.model import context_length, load_model, load_tokenizer
 
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model)
-        source = train_source(config.data, tokenizer, config.seed)
-        held_out = evaluation_source(config.data, tokenizer)
+        data = config.data.model_copy(update={"max_prompt_tokens": _room(config, context_length(config.model))})
+        source = train_source(data, tokenizer, config.seed)
+        held_out = evaluation_source(data, tokenizer)
         scorer = await stack.enter_async_context(make_scorer(config.reward, reward and {function_name(reward): reward}))
         device = LocalDevice(config.threads)
         stack.callback(device.close)
@@ -270,6 +271,19 @@ async def _parts(
             rollout_model=generator,
             models={role: cast(TrainedHandle, LocalGroup(worker, device)) for role, worker in workers.items()},
         )
+
+
+def _room(config: RLConfig, context: int | None) -> int:
+    """Tokens that a prompt may have, so that an answer still fits the model's context."""
+    if context is None:
+        return config.data.max_prompt_tokens
+    room = context - config.sampling.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the {context} positions of "
+            f"{config.model}; allowed: 1 to {context - 1}"
+        )
+    return min(room, config.data.max_prompt_tokens)
 
 
 def _engine(kind: Literal["engines", "rollout"], name: str) -> Any:

@@ -53,6 +53,12 @@ def load_model(path: str, dtype: str) -> Any:
     return model.eval()
 
 
+def context_length(path: str) -> int | None:
+    """Positions that the model was built for; None if its configuration does not say."""
+    settings = AutoConfig.from_pretrained(find(path)).get_text_config().to_dict()
+    return settings.get("max_position_embeddings")
+
+
 def fastest_dtype() -> Literal["bfloat16", "float32"]:
     """bfloat16 on a GPU and on a CPU with instructions for its products; elsewhere float32 is several times faster."""
     if torch.cuda.is_available():

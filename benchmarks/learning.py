@@ -1,0 +1,76 @@
+"""Learning curves of a configuration over seeds: `python -m benchmarks.learning examples/quickstart.yaml 0 1 2`.
+
+Trains each seed into `runs/curves/NAME-SEED` (again: it goes on where it stopped), prints a table of held-out results
+before and after, and draws all curves into `docs/images/NAME.png`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import treadle
+from treadle.runs.metrics import read_rows
+
+ROOT = Path(__file__).parent.parent
+
+
+def train(config: Path, seed: int, *overrides: str) -> Path:
+    """Train one seed; the run directory."""
+    run = ROOT / "runs" / "curves" / f"{config.stem}-{seed}"
+    treadle.train(config, overrides=[f"seed={seed}", f"run.dir={run}", *overrides])
+    return run
+
+
+def gains(runs: list[Path], way: str) -> list[float]:
+    """What each run's held-out accuracy gained, "sampled" or "greedy"."""
+    rows = [read_rows(run / "evaluations.jsonl") for run in runs]
+    return [r[-1][f"evaluation/{way}"] - r[0][f"evaluation/{way}"] for r in rows]
+
+
+def table(runs: list[Path]) -> str:
+    """Markdown: before and after of each run, minutes of its steps, and the mean gain with its spread."""
+    lines = ["| run | sampled | greedy | minutes of steps |", "|---|---|---|---|"]
+    for run in runs:
+        first, *_, last = read_rows(run / "evaluations.jsonl")
+        minutes = sum(row["time/step"] for row in read_rows(run / "metrics.jsonl")) / 60
+        cells = (f"{first[f'evaluation/{w}']:.3f} → {last[f'evaluation/{w}']:.3f}" for w in ("sampled", "greedy"))
+        lines.append(f"| {run.name} | {' | '.join(cells)} | {minutes:.1f} |")
+    spread = {way: gains(runs, way) for way in ("sampled", "greedy")}
+    cells = (f"{mean(g):+.3f} ± {stdev(g) if len(g) > 1 else 0.0:.3f}" for g in spread.values())
+    return "\n".join([*lines, f"| mean gain ± sd | {' | '.join(cells)} | |"])
+
+
+def draw(runs: list[Path], out: Path) -> None:
+    """Training reward over steps and held-out accuracy before and after, one line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axes: Any
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for run in runs:
+        steps, tests = read_rows(run / "metrics.jsonl"), read_rows(run / "evaluations.jsonl")
+        axes[0].plot([r["step"] for r in steps], [r["reward/mean"] for r in steps], label=run.name)
+        for way, style in (("sampled", "-"), ("greedy", "--")):
+            axes[1].plot([r["step"] for r in tests], [r[f"evaluation/{way}"] for r in tests], style, marker="o")
+    axes[0].set(title="training reward", xlabel="step", ylim=(0, 1.02))
+    axes[1].set(title="held-out accuracy (sampled —, greedy - -)", xlabel="step")
+    axes[0].legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    config, seeds = Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [0, 1, 2]
+    runs = [train(config, seed) for seed in seeds]
+    draw(runs, ROOT / "docs" / "images" / f"{config.stem}.png")
+    sys.stdout.write(table(runs) + "\n")
+
+
+if __name__ == "__main__":
+    main()

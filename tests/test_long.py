@@ -1,0 +1,50 @@
+"""Learning curves on the real model and chaos: `make test-long`."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+import treadle
+from benchmarks.learning import gains, table, train
+from tests.runs import ROOT, books, command, finish, metrics, samples, settings, write
+
+pytestmark = pytest.mark.long
+
+
+def test_the_quickstart_learns_on_held_out_problems() -> None:
+    """Over 3 seeds: sampled accuracy up by at least 25 points, greedy up too, training within 8 minutes."""
+    runs = [train(ROOT / "examples" / "quickstart.yaml", seed) for seed in (0, 1, 2)]
+    report = table(runs)
+    assert mean(gains(runs, "sampled")) >= 0.25, report
+    assert mean(gains(runs, "greedy")) > 0, report
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_chaos(seed: int, staleness: int, tiny_model: Path, tmp_path: Path) -> None:
+    """Killed a dozen times at random instants, wherever it was: starting, saving, evaluating, exporting."""
+    config = settings(tmp_path, tiny_model, rows=7, steps=40, max_staleness=staleness, evaluation={"every": 7})
+    config["data"]["evaluation"] = config["data"]["train"]
+    path = write(tmp_path, {**config, "run": {"dir": str(tmp_path / "run"), "checkpoint_every": 3}})
+    noise = random.Random(seed)
+    for _ in range(12):
+        process = command("train", path)
+        time.sleep(noise.uniform(1.0, 6.0))
+        process.kill()
+        process.communicate()
+    code, _, err = finish("train", path)
+    assert code == 0, err
+    found = books(tmp_path / "run")
+    assert None not in found
+    assert found["trained"] == 40 * 2 * 4
+    trained = [row["sample"] for name, rows in samples(tmp_path / "run").items() for row in rows if "step" in name]
+    assert len(trained) == len(set(trained))
+    if staleness == 0:
+        treadle.train({**config, "run": {"dir": str(tmp_path / "whole"), "checkpoint_every": 3}})
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+        assert samples(tmp_path / "run") == samples(tmp_path / "whole")
