@@ -104,7 +104,7 @@ def record(path: Path, on_step: Callable[[int], None] = lambda _: None) -> None:
                 judged = {"greedy": [evaluation(step, n) for n in range(2)]}
                 recorder.evaluated(step, judged, {"evaluation/greedy": Mean(step, 10)})
             on_step(step)
-            if recorder.checkpoint_due(step, STEPS):
+            if step == STEPS or recorder.checkpoint_due(step):
                 with recorder.checkpoint(step, {"step": step, "next": coming, "flying": flying}) as folder:
                     (folder / "weights").write_text(f"weights of step {step}")
         recorder.finish({"reward": 0.5})

@@ -61,7 +61,9 @@ class World:
     learning: float = 5.0
     prompts: int = 1 << 30
     raises: dict[str, BaseException] = field(default_factory=dict)
-    skipped: frozenset[int] = frozenset()  # optimizer steps that were not finite
+    not_finite: frozenset[int] = frozenset()  # optimizer steps that are skipped
+    skipped: dict[str, int] = field(default_factory=dict)  # PromptSource
+    fed_back: list[int] = field(default_factory=list)
     version: int = 0
     updates: int = 0
     trained: list[tuple[int, list[int], int]] = field(default_factory=list)  # step, groups, staleness
@@ -72,6 +74,7 @@ class World:
     most_in_flight: int = 0
     handed_out: int = 0
     restored: Any = None
+    every: int = 0  # steps between checkpoints
     issued: set[str] = field(default_factory=set)
 
     def _fail(self, where: str) -> None:
@@ -87,7 +90,7 @@ class World:
         return Prompt(str(index), index, (), (1, 2))
 
     def feedback(self, group: Group) -> None:
-        assert group.samples
+        self.fed_back.append(group.index)
 
     def state(self) -> Mapping[str, Any]:
         return {"handed_out": self.handed_out}
@@ -131,11 +134,11 @@ class World:
     async def annotate(self, batch: Batch) -> Mapping[str, Any]:
         return {}
 
-    async def step(self, batch: Batch) -> dict[str, Any]:
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> dict[str, Any]:
         self._fail("step")
         await asyncio.sleep(self.learning)
         self.updates += 1
-        return {"policy/grad_norm": Mean(0.0, 0.0) if self.updates in self.skipped else Mean(1.0)}
+        return {"policy/updated": Mean(float(self.updates not in self.not_finite))}
 
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
@@ -152,7 +155,8 @@ class World:
             scorer=self.scorer,
             rollout=me,
             publish=self.publish,
-            models=models,
+            observers=models,
+            learners=models,
             record=FakeRecord(self),  # type: ignore[arg-type]
         )
 
@@ -166,9 +170,9 @@ class Critic:
     async def annotate(self, batch: Batch) -> Mapping[str, Any]:
         return {}
 
-    async def step(self, batch: Batch) -> dict[str, Any]:
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(1.0)
-        return {"critic/grad_norm": Mean(1.0)}
+        return {"critic/updated": Mean(1.0)}
 
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
@@ -199,12 +203,13 @@ class FakeRecord:
     def trained(self, step: int, groups: list[Group], batch: Batch, statistics: Any, seconds: Any) -> None:
         self.world.trained.append((step, [g.index for g in groups], int(statistics["staleness/max"].value)))
 
-    def checkpoint_due(self, step: int, steps: int) -> bool:
-        return False
+    def checkpoint_due(self, step: int) -> bool:
+        return self.world.every > 0 and step % self.world.every == 0
 
     @contextmanager
     def checkpoint(self, step: int, state: Any) -> Iterator[Path]:
         yield Path("unused")
+        assert step not in [s for s, _ in self.world.saved], "a whole checkpoint is never replaced"
         self.world.saved.append((step, state))
 
 
@@ -278,10 +283,41 @@ def test_finite_data_ends_with_a_smaller_step() -> None:
     assert [len(groups) for _, groups, _ in world.trained] == [3, 3, 1]
 
 
+@pytest.mark.parametrize("steps", [3, 100])
+def test_a_restart_with_nothing_left_to_do_ends(steps: int) -> None:
+    """At the last step, or at the end of the data, which falls on a step that has its checkpoint."""
+    before = World(prompts=9, every=1)
+    loop(before, steps=3)
+    for _ in range(2):
+        after = World(prompts=9, every=1, restored=(Path("unused"), before.saved[-1][1]))
+        loop(after, steps=steps)
+        assert not after.trained
+    whole = World(prompts=9, every=1)
+    loop(whole, steps=100)
+    assert [step for step, _ in whole.saved] == [1, 2, 3]
+
+
+def test_a_source_hears_of_every_group_in_start_order_before_its_state_is_saved() -> None:
+    world = World(seconds=lambda i: 9.0 if i % 3 else 1.0)
+    algorithm = Plain(AlgorithmConfig(group_size=GROUP))
+    algorithm.drop = lambda group: group.index % 4 == 1
+    loop(world, steps=4, staleness=2, algorithm=algorithm)
+    assert world.fed_back == list(range(len(world.fed_back)))
+
+
+def test_max_filtered_groups_counts_groups_in_a_row() -> None:
+    async def main() -> None:
+        algorithm = Plain(AlgorithmConfig(group_size=GROUP))
+        algorithm.drop = lambda group: group.index % 2 == 0
+        await train(config(2, 0, 20, max_filtered_groups=3), World().system(algorithm))
+
+    virtual_clock.run(main())
+
+
 def test_filters_that_starve_the_trainer_end_the_run_loudly() -> None:
     algorithm = Plain(AlgorithmConfig(group_size=GROUP))
     algorithm.drop = lambda group: group.index >= 4
-    with pytest.raises(TrainingError, match=r"filtered and only 1 of 3 .* step 2"):
+    with pytest.raises(TrainingError, match=r"filtered .* 1 of 3 .* step 2"):
         loop(World(), algorithm=algorithm)
 
 
@@ -323,7 +359,7 @@ def test_a_step_that_moves_no_policy_weights_publishes_nothing_and_keeps_the_ver
     world = World()
     loop(world, steps=5, algorithm=WarmedUp(AlgorithmConfig(group_size=GROUP)))
     assert world.versions == [0, 1, 2, 3]  # two steps of critic warm-up
-    world = World(skipped=frozenset({2}))
+    world = World(not_finite=frozenset({2}))
     loop(world, steps=4)
     assert world.versions == [0, 1, 2, 3]  # the second step was not finite
 
@@ -334,9 +370,8 @@ def test_a_restart_begins_with_the_prompts_that_were_in_flight() -> None:
     (step, state), trained = before.saved[-1], [g for _, groups, _ in before.trained for g in groups]
     assert step == 3
     state = json.loads(json.dumps(state))
-    issued = {i for i in before.issued if int(i.split(".")[0]) >= 6}
-    assert issued  # something was in flight
-    after = World(restored=(Path("unused"), state), issued=issued)
+    assert any(int(i.split(".")[0]) >= 6 for i in before.issued)  # something was in flight
+    after = World(restored=(Path("unused"), state))
     loop(after, steps=6, staleness=2, n=2)
     trained += [g for _, groups, _ in after.trained for g in groups]
     assert trained == list(range(12))  # no prompt lost, none trained twice

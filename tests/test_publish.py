@@ -21,7 +21,7 @@ from treadle.errors import RolloutError, WeightSyncError
 from treadle.handles import ModelHandle
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.rollout.embedded.engine import EmbeddedEngine
-from treadle.types import Kind, Prompt, Request, SamplingParams
+from treadle.types import Prompt, SamplingParams
 from treadle.weights.publish import LocalPublisher
 from treadle.workers.models import PolicyWorker
 
@@ -42,19 +42,19 @@ class Pair:
             policy=cast(ModelHandle, LocalGroup(PolicyWorker(self.trainer, GRPO()), self.device)),
             rollout=self.rollout,
             device=self.device,
-            probe=Request(Prompt("probe", 0, (), (1, 2, 3)), Kind.EVALUATION),
-            agent=SingleTurn(tokenizer, SamplingParams(max_tokens=4), seed=0),
+            probe=Prompt("probe", 0, (), (1, 2, 3)),
+            agent=SingleTurn(tokenizer, SamplingParams(temperature=0.0, max_tokens=4), seed=0),
             tolerance=1e-3,
             on_publish="resume",
             sent=None if shared else self.trainer.export,
             held=None if shared else lambda: self.model.state_dict().items(),
         )
 
-    def learn(self) -> None:
+    def learn(self, size: float = 0.02) -> None:
         """Stand for an optimizer step: every weight moves."""
         with torch.no_grad():
             for parameter in self.trainer.model.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
+                parameter.add_(size * torch.randn_like(parameter))
 
     def run(self, main: Callable[[], Any]) -> Any:
         async def closing() -> Any:
@@ -126,6 +126,28 @@ def test_an_engine_that_did_not_load_is_caught_by_its_behaviour(tiny_model: Path
     pair.publisher.rollout.load = pretended  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="nats on a probe"):
         pair.run(lambda: pair.publisher(1))
+
+
+@pytest.mark.parametrize("size", [5e-6, 5e-5])
+def test_even_a_small_step_that_did_not_arrive_is_caught(size: float, tiny_model: Path) -> None:
+    """Weights that stay one small step behind look like slow learning; the tolerance alone would let them pass."""
+    pair = Pair(tiny_model)
+    load = pair.rollout.load
+    old = {name: tensor.clone() for name, tensor in pair.trainer.export()}
+
+    async def behind(weights: Any, version: int, on_publish: Any) -> None:
+        await load(old.items(), version, on_publish)
+
+    pair.publisher.held = pair.trainer.export  # the bytes claim to be there
+    pair.publisher.rollout.load = behind  # type: ignore[method-assign]
+
+    async def main() -> None:
+        await pair.publisher(0)
+        pair.learn(size)
+        with pytest.raises(WeightSyncError, match="as the version before"):
+            await pair.publisher(1)
+
+    pair.run(main)
 
 
 def test_an_engine_that_keeps_the_old_version_is_caught(tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -137,6 +138,15 @@ def test_an_asynchronous_run_that_was_killed_loses_no_prompt_and_trains_none_twi
     assert max(row["staleness/max"] for row in metrics(tmp_path / "run")) <= 2
 
 
+def test_killed_after_the_last_checkpoint_the_same_command_finishes(tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, tiny_model)
+    whole = treadle.train(config)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert treadle.train(config) == whole
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
 def test_a_finished_run_can_be_continued_for_more_steps(tiny_model: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, tiny_model)
     treadle.train({**config, "steps": 2})
@@ -187,14 +197,18 @@ def test_the_run_directory_is_readable_without_the_program(tiny_model: Path, tmp
     assert 0 <= row["reward/mean"] <= 1
 
 
-def test_evaluate_a_run_its_checkpoint_and_a_model(tiny_model: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, tiny_model, evaluation={"samples": 2})
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_evaluate_a_run_its_checkpoint_and_a_model(staleness: int, tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, tiny_model, max_staleness=staleness, steps=14, prompts_per_step=8, reward="fraction")
+    config |= {"evaluation": {"samples": 2}, "algorithm": {"name": "grpo", "group_size": 8}}
     config["data"]["evaluation"] = config["data"]["train"]
     treadle.train(config)
     final = treadle.evaluate(tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "evaluations.jsonl")
     assert final["evaluation/greedy"] == rows[-1]["evaluation/greedy"]
-    (tmp_path / "run" / "model").rename(tmp_path / "moved")  # as if it had not ended: the checkpoint answers
+    assert final["evaluation/greedy"] > 0.5 > rows[0]["evaluation/greedy"]
+    (tmp_path / "run" / "model").rename(tmp_path / "moved")
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had not ended: the checkpoint answers
     assert treadle.evaluate(tmp_path / "run")["evaluation/greedy"] == final["evaluation/greedy"]
     assert treadle.evaluate(tmp_path / "moved", config=config)["evaluation/greedy"] == final["evaluation/greedy"]
     assert treadle.evaluate(tiny_model, config=config)["evaluation/greedy"] == rows[0]["evaluation/greedy"]

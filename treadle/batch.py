@@ -169,6 +169,13 @@ class Batch:
             return whole
         return whole.replace(counts=self.counts if bool(compact.mask_T.all()) else whole.count())
 
+    def annotated(self, found: Mapping[str, Tensor]) -> Batch:
+        """With what a pass found: fields by their name, anything else as an extra that its suffix places."""
+        fields = {name: value for name, value in found.items() if name in _FIELDS}
+        extras_T = {n: v for n, v in found.items() if n not in fields and n.endswith("_T")}
+        extras_N = {n: v for n, v in found.items() if n not in fields and not n.endswith("_T")}
+        return self.replace(**fields, extras_T={**self.extras_T, **extras_T}, extras_N={**self.extras_N, **extras_N})
+
     def mark_signal(self) -> Batch:
         """Rows without a trained token whose advantage is other than zero have no signal: passes may leave them out."""
         assert self.advantage_T is not None
@@ -252,6 +259,9 @@ class Batch:
                 for k, values in _columns([t.extras_N for t in trajectories]).items()
             },
         )
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Batch))
 
 
 def _each(batch: Batch, tokens: Any, rows: Any) -> dict[str, Any]:

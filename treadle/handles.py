@@ -136,7 +136,13 @@ class ModelHandle(Protocol):
 class TrainedHandle(ModelHandle, Protocol):
     """A role that learns: the policy, the critic."""
 
-    async def step(self, batch: Batch) -> Statistics: ...
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> Statistics:
+        """One optimizer step on a mini-batch under the algorithm's `state` (its adaptive coefficients).
+
+        The statistics hold "<role>/updated", the share of steps that changed the weights.
+        """
+        ...
+
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
 
@@ -164,12 +170,17 @@ class Scorer(Protocol):
 class PromptSource(Protocol):
     """Where prompts come from. Its position is exact: `state()` and `restore()` continue with the next prompt."""
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """How often a row was kept out so far, by reason."""
+        ...
+
     def next(self) -> Prompt | None:
         """The next prompt, or None at the end of finite data."""
         ...
 
     def feedback(self, group: Group) -> None:
-        """A group of this source has been consumed (for curricula)."""
+        """A group of this source is about to be trained or filtered, in start order (for curricula)."""
         ...
 
     def state(self) -> Mapping[str, Any]: ...

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
@@ -25,9 +26,10 @@ from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
-from treadle.handles import PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
+from treadle.handles import ModelHandle, PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
 from treadle.recipes import rl
-from treadle.recipes.config import RLConfig, load_config
+from treadle.recipes.collect import Sampler
+from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig, load_config
 from treadle.recipes.evaluate import answer
 from treadle.recipes.measure import measure_evaluation
 from treadle.rewards.scorer import function_name, make_scorer
@@ -35,8 +37,8 @@ from treadle.runs.checkpoints import Checkpoints
 from treadle.runs.directory import RunDirectory
 from treadle.runs.metrics import plain
 from treadle.runs.recorder import Recorder
-from treadle.types import Kind, Prompt, Request, SamplingParams
-from treadle.weights.publish import LocalPublisher
+from treadle.types import Prompt, SamplingParams
+from treadle.weights.publish import TOLERANCE, LocalPublisher
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
 
 if TYPE_CHECKING:
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Settings = RLConfig | Mapping[str, Any] | str | Path
-
-PROBE = SamplingParams(max_tokens=4)
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # nats; trainer and engine cut their matrix products differently
 
 
 def train(
@@ -84,7 +83,7 @@ def evaluate(
         run = RunDirectory.existing(Path(target))
         settings: dict[str, Any] = yaml.safe_load(run.config_text)
         settings.pop("algorithm")  # a class of a notebook cannot be found again, nor is it needed
-        if run.model.exists():
+        if run.finished:
             settings["model"] = str(run.model)
         else:
             found = Checkpoints.newest(run.checkpoints)
@@ -115,12 +114,13 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
                 algorithm=chosen,
                 prompts=parts.source,
                 held_out=parts.held_out,
-                agent=parts.agent(config, Kind.TRAIN),
-                evaluator=parts.agent(config, Kind.EVALUATION),
+                agent=parts.agent(config.sampling),
+                evaluator=parts.agent(config.evaluation),
                 scorer=parts.scorer,
                 rollout=parts.rollout,
-                publish=parts.publisher(config),
-                models=parts.models,
+                publish=parts.publisher(),
+                observers=parts.observers,
+                learners=parts.learners,
                 record=record,
             )
             end = await rl.train(config, system)
@@ -154,10 +154,10 @@ async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFun
         if not parts.held_out:
             raise ConfigError("data.evaluation is null, so there is nothing to evaluate on; name a source of prompts")
         if checkpoint is not None:
-            await parts.models["policy"].load(checkpoint / "policy")
-        evaluator = parts.agent(config, Kind.EVALUATION)
-        groups = await answer(parts.held_out, config.evaluation, evaluator, parts.scorer, parts.rollout, "evaluation")
-        return plain(measure_evaluation(groups))
+            await parts.learners["policy"].load(checkpoint / "policy")
+        await parts.publisher()(0)
+        sample = Sampler(parts.agent(config.evaluation), parts.scorer, parts.rollout, rl.failure_budget(config))
+        return plain(measure_evaluation(await answer(parts.held_out, config.evaluation, sample, "evaluation")))
 
 
 # ---------------------------------------------------------------------- the parts
@@ -173,36 +173,28 @@ class _Parts:
     source: PromptSource
     held_out: list[Prompt]
     scorer: Scorer
-    engine: TorchEngine  # of the policy
+    policy: TorchEngine
     rollout: RolloutHandle
     rollout_model: Any
-    models: Mapping[Role, TrainedHandle]
+    observers: dict[Role, ModelHandle]
+    learners: dict[Role, TrainedHandle]
 
-    def agent(self, config: RLConfig, kind: Kind) -> SingleTurn:
-        held_out = kind is Kind.EVALUATION
-        chosen = config.evaluation if held_out else config.sampling
-        params = SamplingParams(
-            temperature=chosen.temperature,
-            top_k=config.evaluation.top_k if held_out else 0,
-            top_p=config.evaluation.top_p if held_out else 1.0,
-            max_tokens=config.sampling.max_tokens,
-            stop_token_ids=_end_tokens(self.engine.model, self.tokenizer),
-            stop=config.sampling.stop,
-        )
-        return SingleTurn(self.tokenizer, params, config.seed)
+    def agent(self, drawn: SamplingConfig | EvaluationConfig) -> SingleTurn:
+        end_tokens = _end_tokens(self.policy.model, self.tokenizer)
+        params = drawn.params(self.config.sampling.max_tokens, self.config.sampling.stop, end_tokens)
+        return SingleTurn(self.tokenizer, params, self.config.seed)
 
-    def publisher(self, config: RLConfig) -> LocalPublisher:
-        shared = self.rollout_model is self.engine.model
-        prompt = Prompt("probe", 0, (), tuple(self.tokenizer.encode("The quick brown fox")))
+    def publisher(self) -> LocalPublisher:
+        shared = self.rollout_model is self.policy.model
         return LocalPublisher(
-            policy=self.models["policy"],
+            policy=self.observers["policy"],
             rollout=self.rollout,
             device=self.device,
-            probe=Request(prompt, Kind.EVALUATION),
-            agent=SingleTurn(self.tokenizer, PROBE, config.seed),
-            tolerance=TOLERANCE[self.engine.config.dtype],
-            on_publish=config.on_publish,
-            sent=None if shared else self.engine.export,
+            probe=Prompt("probe", 0, (), tuple(self.tokenizer.encode("The quick brown fox"))),
+            agent=SingleTurn(self.tokenizer, SamplingParams(temperature=0.0, max_tokens=4), self.config.seed),
+            tolerance=TOLERANCE[self.policy.config.dtype],
+            on_publish=self.config.on_publish,
+            sent=None if shared else self.policy.export,
             held=None if shared else lambda: self.rollout_model.state_dict().items(),
         )
 
@@ -212,7 +204,7 @@ class _Parts:
 
         aside = path.with_name(path.name + ".partial")
         shutil.rmtree(aside, ignore_errors=True)
-        save_pretrained(self.engine.model, aside, self.tokenizer)
+        save_pretrained(self.policy.model, aside, self.tokenizer)
         shutil.rmtree(path, ignore_errors=True)
         aside.rename(path)
 
@@ -233,30 +225,28 @@ async def _parts(
         device = LocalDevice(config.threads)
         stack.callback(device.close)
 
-        def build() -> tuple[TorchEngine, Any, dict[Role, Any]]:
-            dtype = config.trainer.dtype
-            policy = _engine("engines", config.trainer.name)(
-                load_model(config.model, dtype), config.trainer, total_steps=config.optimizer_steps, trainable=training
-            )
-            # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
-            generator = policy.model if config.max_staleness == 0 else load_model(config.model, dtype)
-            workers: dict[Role, Any] = {"policy": PolicyWorker(policy, algorithm)}
+        def build() -> tuple[dict[Role, Any], Any]:
+            """The engine of each role, and the model that generates."""
+            engines: dict[Role, Any] = {"policy": _trainer(config, config.model, config.trainer, trainable=training)}
             if "reference" in algorithm.uses:
-                frozen = load_model(config.reference.model or config.model, dtype)
-                engine = _engine("engines", config.trainer.name)(frozen, config.trainer, total_steps=1, trainable=False)
-                workers["reference"] = ReferenceWorker(engine)
+                model = config.reference.model or config.model
+                engines["reference"] = _trainer(config, model, config.trainer, trainable=False)
             if "critic" in algorithm.uses:
-                chosen = config.critic
-                body = load_model(chosen.model or config.model, chosen.trainer.dtype)
-                engine = _engine("engines", chosen.trainer.name)(
-                    body, chosen.trainer, total_steps=config.optimizer_steps, head="value"
-                )
-                workers["critic"] = CriticWorker(engine, algorithm)
-            return policy, generator, workers
+                model = config.critic.model or config.model
+                engines["critic"] = _trainer(config, model, config.critic.trainer, head="value")
+            # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
+            shared = config.max_staleness == 0
+            return engines, engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
 
-        engine, generator, workers = await device.run(build)
+        engines, generator = await device.run(build)
+        workers = {
+            "policy": lambda engine: PolicyWorker(engine, algorithm),
+            "reference": ReferenceWorker,
+            "critic": lambda engine: CriticWorker(engine, algorithm),
+        }
+        groups: dict[Role, Any] = {role: LocalGroup(workers[role](engine), device) for role, engine in engines.items()}
         rollout = _engine("rollout", config.rollout.name)(
-            generator, tokenizer, config.rollout, device, owns_weights=generator is not engine.model
+            generator, tokenizer, config.rollout, device, owns_weights=generator is not engines["policy"].model
         )
         stack.push_async_callback(rollout.close)
         yield _Parts(
@@ -266,11 +256,20 @@ async def _parts(
             source=source,
             held_out=[] if held_out is None else prompts(held_out),
             scorer=scorer,
-            engine=engine,
+            policy=engines["policy"],
             rollout=rollout,
             rollout_model=generator,
-            models={role: cast(TrainedHandle, LocalGroup(worker, device)) for role, worker in workers.items()},
+            observers=groups,
+            learners={role: groups[role] for role in algorithm.trains},
         )
+
+
+def _trainer(config: RLConfig, model: str, trainer: TorchConfig, **options: Any) -> Any:
+    """A training engine over a model of its own."""
+    from treadle.engines.torch.model import load_model
+
+    engine = _engine("engines", trainer.name)
+    return engine(load_model(model, trainer.dtype), trainer, total_steps=config.optimizer_steps, **options)
 
 
 def _room(config: RLConfig, context: int | None) -> int:
@@ -280,8 +279,8 @@ def _room(config: RLConfig, context: int | None) -> int:
     room = context - config.sampling.max_tokens
     if room < 1:
         raise ConfigError(
-            f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the {context} positions of "
-            f"{config.model}; allowed: 1 to {context - 1}"
+            f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the {context} positions "
+            f"of {config.model}; allowed: 1 to {context - 1}"
         )
     return min(room, config.data.max_prompt_tokens)
 
@@ -316,6 +315,8 @@ def _resolve(
     sections = {name: getattr(resolved, name) for name in RLConfig.model_fields}
     sections["reward"] = resolved.reward.model_copy(update=functions)
     if algorithm is not None:
+        if any(override.startswith("algorithm.") for override in overrides):
+            raise ConfigError("algorithm was given from Python as an object; change its configuration there")
         name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
         sections["algorithm"] = algorithm.config.model_copy(update={"name": name})
     return load_config(None, base=sections)  # the rules between sections once more
@@ -327,21 +328,27 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main)
-    outcome: list[Callable[[], T]] = []
+    outcome: Future[T] = Future()
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def told() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await main
 
     def elsewhere() -> None:
         try:
-            value = asyncio.run(main)
+            outcome.set_result(asyncio.run(told()))
         except BaseException as error:  # carried to the caller
-            outcome.append(partial(_raise, error))
-        else:
-            outcome.append(lambda: value)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=elsewhere, name="treadle")
     thread.start()
-    thread.join()
-    return outcome[0]()
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:  # the notebook's stop button: end as Ctrl-C does, books balanced
+        loop, task = begun.result()
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise

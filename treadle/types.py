@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -106,7 +106,8 @@ class Completion:
     token_C: np.ndarray  # int64
     logprob_C: np.ndarray  # float32, of the distribution really sampled from
     version_C: np.ndarray  # int32, the weights that sampled each token
-    finish: str  # "stop" · "length" · "aborted"
+    finish: str  # "stop" · "length"
+    extras_C: Mapping[str, np.ndarray] = field(default_factory=dict)  # [C, …], e.g. expert routing
 
 
 def noise_key(seed: int, sample_id: str) -> int:
@@ -162,9 +163,6 @@ class Trajectory:
             if message["role"] == "assistant":
                 return str(message["content"])
         return ""
-
-    def rewarded(self, reward: Reward) -> Trajectory:
-        return replace(self, reward=reward)
 
     @property
     def sampled_tokens(self) -> int:

@@ -56,6 +56,12 @@ class SingleTurn:
             version_T=np.concatenate([np.full(before, -1, np.int32), completion.version_C]),
             turn_ends=(before + sampled - 1,) if sampled else (),
             ended=Ended.TERMINATED if completion.finish == "stop" else Ended.TRUNCATED,
+            extras_T={name: _after(before, extra_C) for name, extra_C in completion.extras_C.items()},
             messages=(*prompt.messages, {"role": "assistant", "content": text}),
             temperature=params.temperature,
         )
+
+
+def _after(before: int, extra_C: np.ndarray) -> np.ndarray:
+    """What a completion carries, on the whole trajectory: zero on the prompt's tokens."""
+    return np.concatenate([np.zeros((before, *extra_C.shape[1:]), extra_C.dtype), extra_C])

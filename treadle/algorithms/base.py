@@ -47,8 +47,9 @@ class Algorithm:
     before_loss: frozenset[Role] = frozenset()
     """Roles whose pass `loss` looks at. "policy" (old log-probs) is added by the loop where a batch takes more than one
     optimizer step; with one, old := the detached current log-probs."""
-    skips_no_signal: bool = True
-    """Rows with all-zero advantages have zero loss terms, so their passes may be left out."""
+    skips_no_signal: bool = False
+    """True promises that rows with all-zero advantages have zero loss terms (no KL, no entropy bonus, no critic): then
+    their passes are left out. They still count in denominators."""
     two_pass: bool = False
     """`select` is to be called with the current policy's outputs over the whole mini-batch."""
 
@@ -69,6 +70,16 @@ class Algorithm:
         """`before_loss`, and the old log-probs where several optimizer steps need them, less what is there already."""
         several = frozenset[Role]({"policy"} if self.config.epochs * self.config.minibatches > 1 else ())
         return (self.before_loss | several) - self.before_advantages
+
+    def estimate(self, batch: Batch) -> Batch:
+        """`advantages` on the trained tokens of a full batch, and rows without signal marked.
+
+        Not marked where a pass over the policy or the reference came before: later passes must be cut the same way, or
+        ratio and KL of equal weights would differ from 1 and 0 in their last bits.
+        """
+        batch = batch.expanded(self.advantages(batch.compact()))
+        cut_already = self.before_advantages & {"policy", "reference"}
+        return batch.mark_signal() if self.skips_no_signal and not cut_already else batch
 
     # ------------------------------------------------------------------ generation
 

@@ -66,7 +66,11 @@ def conclude(path: Path, console: Console | None = None) -> None:
     if len(rows) > 1:
         before, after = rows[0], rows[-1]
         table = Table("held-out", "before", "after", "change", title_justify="left", box=None)
-        for name in (n for n in sorted(after) if n.startswith("evaluation/") and n in before):
+        for name in (
+            n
+            for n in sorted(after)
+            if n.startswith("evaluation/") and n in before and (after[n] or not n.endswith("_failed"))
+        ):
             was, now = before[name], after[name]
             change = "–" if was is None or now is None else f"{now - was:+.3f}"
             table.add_row(Text(name.removeprefix("evaluation/")), _number(was), _number(now), change)

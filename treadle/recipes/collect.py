@@ -1,9 +1,9 @@
 """Collecting: prompts become groups of scored samples, at most so many at a time, handed over in start order.
 
     slots: (max_staleness + 1) × prompts_per_step
-      │ acquired when a group starts                      │ given back when the step that trained it has ended,
-      ▼                                                   │ or at once when a filter drops the group
-    prompt ─► requests ─► agent ─► reward ─► keep? ─► started (a queue in start order) ─► take(n)
+      │ taken when a group starts      given back when the step that trained it has ended, or it was filtered │
+      ▼                                                                                                       │
+    prompt ─► requests ─► agent ─► reward ─► started, in start order ─► take(n): keep? ─► n groups to train ──┘
 
 Consumption in *start* order is what bounds staleness: while a group is unconsumed at most
 (max_staleness + 1) × prompts_per_step - 1 older ones hold slots, so it trains at most max_staleness steps after the
@@ -17,11 +17,11 @@ import base64
 import pickle
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from treadle.errors import RewardError, TrainingError
-from treadle.types import Group, Prompt, Request, Sample
+from treadle.errors import RewardError, RolloutError, TrainingError, TreadleError
+from treadle.types import Ended, Group, Kind, Prompt, Request, Reward, Sample, Trajectory
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm
@@ -38,7 +38,7 @@ class FailureBudget:
         self._allowed = share * window
         self._latest: deque[bool] = deque(maxlen=window)
 
-    def note(self, error: RewardError | None) -> None:
+    def note(self, error: TreadleError | None) -> None:
         """Count a sample that ended, with the error that failed it; raises that error when it is one too many."""
         self._latest.append(error is not None)
         if error is not None and sum(self._latest) > self._allowed:
@@ -51,7 +51,7 @@ class FailureBudget:
 
 @dataclass
 class Sampler:
-    """Turns one request into one scored sample."""
+    """Turns one request into one scored sample, or into one that says why it failed."""
 
     agent: Agent
     scorer: Scorer
@@ -60,13 +60,24 @@ class Sampler:
 
     async def __call__(self, request: Request, sample_id: str) -> Sample:
         trajectories = await self.agent(request, sample_id, self.rollout)
+        if not trajectories:
+            raise RolloutError(f"sample {sample_id}: the agent returned no trajectory; it must return at least one")
+        error: TreadleError | None = None
         try:
-            reward = await self.scorer(trajectories[-1])
-        except RewardError as error:
-            self.failures.note(error)
-            return Sample(sample_id, request.kind, tuple(trajectories), failure=str(error))
-        self.failures.note(None)
-        return Sample(sample_id, request.kind, tuple(t.rewarded(reward) for t in trajectories))
+            trajectories = await self._scored(trajectories, sample_id)
+        except (RewardError, RolloutError) as raised:
+            error = raised
+        self.failures.note(error)
+        return Sample(sample_id, request.kind, tuple(trajectories), failure=None if error is None else str(error))
+
+    async def _scored(self, trajectories: list[Trajectory], sample_id: str) -> list[Trajectory]:
+        """All with the reward of the last one, which ended the episode; its turns are its own."""
+        if any(t.ended is Ended.FAILED for t in trajectories):
+            raise RolloutError(f"sample {sample_id}: what the agent works with failed")
+        *others, last = trajectories
+        reward = last.reward if last.reward is not None else await self.scorer(last)
+        shared = Reward(reward.value, reward.parts)
+        return [*(replace(t, reward=shared) for t in others), replace(last, reward=reward)]
 
 
 @dataclass
@@ -78,67 +89,66 @@ class Collector:
     sample: Sampler
     record: Recorder
     slots: int
-    max_filtered: int  # consecutive groups that filters may drop while one step is being filled
-    version: int = 0
-    step: int = 0
+    max_filtered: int  # groups in a row that filters may drop
     pending: list[Prompt] = field(default_factory=list)  # in flight when the checkpoint was written: they go first
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.slots)
-        self._started: asyncio.Queue[asyncio.Task[Group | None] | None] = asyncio.Queue()
-        self._in_flight: dict[int, Prompt] = {}
-        self._finished = 0  # samples of groups that are still held
-        self._running: set[asyncio.Task[Group | None]] = set()
+        self._started: asyncio.Queue[asyncio.Task[Group] | None] = asyncio.Queue()
+        self._held: dict[int, Prompt] = {}  # prompts whose groups hold a slot
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._step = self._version = self._done = 0
 
-    async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Start groups until the data ends."""
-        while True:
-            await self._free.acquire()
-            again = bool(self.pending)
-            prompt = self.pending.pop(0) if again else self.prompts.next()
-            if prompt is None:
-                return self._started.put_nowait(None)
-            self._in_flight[prompt.index] = prompt
-            task = tasks.create_task(self._group(prompt, again))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            self._started.put_nowait(task)
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to fill the slots."""
+        self._own(tasks.create_task(self._run(tasks)))
 
     def stop(self) -> None:
         """Give up what is in flight; the ledger will say `cancelled`."""
-        for task in self._running:
+        for task in self._tasks:
             task.cancel()
 
-    async def take(self, count: int) -> list[Group]:
-        """The next `count` groups worth training, in start order; fewer only where the data ends."""
+    async def take(self, count: int, step: int, version: int) -> list[Group]:
+        """The next `count` groups worth training, in start order; fewer only where the data end.
+
+        As many groups as are missing are waited for, then judged together: so what takes the place of filtered ones
+        starts at an instant that does not depend on how long rewards took, and equal runs stay equal.
+        """
+        self._step, self._version, self._done = step, version, 0
         groups: list[Group] = []
         filtered = 0
-        while len(groups) < count:
-            task = await self._started.get()
-            if task is None:
-                self._started.put_nowait(None)
+        while missing := count - len(groups):
+            found = await self._next(missing)
+            for group in found:
+                self.prompts.feedback(group)
+                why = self._verdict(group)
+                if why is None:
+                    groups.append(group)
+                    filtered = 0
+                    continue
+                self.record.filtered(group, step, why)
+                self.release([group])
+                filtered += 1
+                if filtered > self.max_filtered:
+                    raise TrainingError(
+                        f"{filtered} groups in a row were filtered ({why!r} the last), {len(groups)} of {count} are "
+                        f"left to train in step {step}. `treadle inspect` shows them; make the task easier or harder, "
+                        "or raise max_filtered_groups"
+                    )
+            if len(found) < missing:
                 break
-            group = await task
-            if group is not None:
-                groups.append(group)
-            elif (filtered := filtered + 1) > self.max_filtered:
-                raise TrainingError(
-                    f"{filtered} groups in a row were filtered and only {len(groups)} of {count} are left to train in "
-                    f"step {self.step}. `treadle inspect` shows them and why; make the task easier or harder, or raise "
-                    "max_filtered_groups"
-                )
         return groups
 
     def release(self, groups: list[Group]) -> None:
-        """The step that trained these groups has ended."""
+        """Give back the slots of these groups."""
         for group in groups:
-            self.prompts.feedback(group)
-            self._give_back(group.prompt)
+            del self._held[group.prompt.index]
+            self._free.release()
 
     def state(self, consumed: list[Group]) -> dict[str, Any]:
         """What a restart needs: the source's position and the prompts in flight beside those just consumed."""
-        done = {group.index for group in consumed}
-        in_flight = [prompt for index, prompt in sorted(self._in_flight.items()) if index not in done]
+        done = {group.prompt.index for group in consumed}
+        in_flight = [prompt for index, prompt in sorted(self._held.items()) if index not in done]
         # Pickled, for answers and metadata may hold what JSON does not.
         return {"source": self.prompts.state(), "in_flight": base64.b64encode(pickle.dumps(in_flight)).decode()}
 
@@ -147,32 +157,51 @@ class Collector:
         self.prompts.restore(state["source"])
         self.pending = pickle.loads(base64.b64decode(state["in_flight"]))
 
-    def _give_back(self, prompt: Prompt) -> None:
-        del self._in_flight[prompt.index]
-        self._finished = max(0, self._finished - self.algorithm.config.group_size)
-        self._free.release()
+    # ------------------------------------------------------------------ inside
+
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._free.acquire()
+            prompt = self.pending.pop(0) if self.pending else self.prompts.next()
+            if prompt is None:
+                return self._started.put_nowait(None)
+            self._held[prompt.index] = prompt
+            requests = {f"{prompt.index}.{i}": r for i, r in enumerate(self.algorithm.requests(prompt))}
+            self.record.issued(prompt, [(i, r.kind) for i, r in requests.items()], self._step)
+            task = tasks.create_task(self._group(prompt, requests, self._version))
+            self._own(task)
+            self._started.put_nowait(task)
+
+    async def _group(self, prompt: Prompt, requests: Mapping[str, Request], version: int) -> Group:
+        samples = await gather(self._sample(request, i) for i, request in requests.items())
+        return Group(prompt.index, prompt, tuple(samples), version)
 
     async def _sample(self, request: Request, sample_id: str) -> Sample:
         sample = await self.sample(request, sample_id)
-        self._finished += 1
-        self.record.progress.stage("generate", self._finished, len(self._in_flight) * self.algorithm.config.group_size)
+        self._done += 1
+        self.record.progress.stage("generate", self._done, len(self._held) * self.algorithm.config.group_size)
         return sample
 
-    async def _group(self, prompt: Prompt, again: bool) -> Group | None:
-        """Run one group, issued already if `again`; None if it was filtered."""
-        version = self.version
-        requests = self.algorithm.requests(prompt)
-        ids = [f"{prompt.index}.{i}" for i in range(len(requests))]
-        if not again:
-            self.record.issued(prompt, [(i, r.kind) for i, r in zip(ids, requests, strict=True)], self.step)
-        samples = await gather(self._sample(r, i) for r, i in zip(requests, ids, strict=True))
-        group = Group(prompt.index, prompt, tuple(samples), version)
-        why = "every sample failed" if not group.usable else self.algorithm.keep(group)
-        if why is None:
-            return group
-        self.record.filtered(group, self.step, why)
-        self._give_back(prompt)
-        return None
+    async def _next(self, count: int) -> list[Group]:
+        """The next groups in start order; fewer where the data end."""
+        groups: list[Group] = []
+        while len(groups) < count:
+            task = await self._started.get()
+            if task is None:
+                self._started.put_nowait(None)
+                break
+            groups.append(await task)
+        return groups
+
+    def _verdict(self, group: Group) -> str | None:
+        """Why a group is not trained, or None."""
+        if not any(sample.kind is Kind.TRAIN for sample in group.usable):
+            return "every sample failed"
+        return self.algorithm.keep(group)
+
+    def _own(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -181,7 +210,8 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(c) for c in coroutines]
     except BaseExceptionGroup as group:
-        raise first(group) from None
+        error = first(group)
+        raise error from error.__cause__
     return [task.result() for task in running]
 
 

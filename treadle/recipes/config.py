@@ -19,6 +19,7 @@ from treadle.handles import OnPublish
 from treadle.rewards.scorer import RewardConfig
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.runs.config import RunConfig
+from treadle.types import SamplingParams
 
 Algorithm = Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")]
 
@@ -30,6 +31,9 @@ class SamplingConfig(Config):
     temperature: float = key("divides the logits", default=1.0, gt=0)
     max_tokens: int = key("tokens of one answer at most, in training and in evaluation", default=64, ge=1)
     stop: tuple[str, ...] = key("texts that end an answer, beside the model's end token", default=())
+
+    def params(self, max_tokens: int, stop: tuple[str, ...], end_tokens: tuple[int, ...]) -> SamplingParams:
+        return SamplingParams(self.temperature, max_tokens=max_tokens, stop=stop, stop_token_ids=end_tokens)
 
 
 class EvaluationConfig(Config):
@@ -44,6 +48,9 @@ class EvaluationConfig(Config):
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
+
+    def params(self, max_tokens: int, stop: tuple[str, ...], end_tokens: tuple[int, ...]) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p, max_tokens, end_tokens, stop)
 
 
 class ModelConfig(Config):

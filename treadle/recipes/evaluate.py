@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from treadle.recipes.collect import FailureBudget, Sampler, gather
+from treadle.recipes.collect import Sampler, gather
 from treadle.types import Group, Kind, Prompt, Request
 
 if TYPE_CHECKING:
-    from treadle.handles import Agent, RolloutHandle, Scorer
     from treadle.recipes.config import EvaluationConfig
 
 
 async def answer(
-    prompts: list[Prompt],
-    config: EvaluationConfig,
-    agent: Agent,
-    scorer: Scorer,
-    rollout: RolloutHandle,
-    label: str,
+    prompts: list[Prompt], config: EvaluationConfig, sample: Sampler, label: str
 ) -> dict[str, list[Group]]:
-    """Groups in the order of the prompts for each way of answering: "sampled" and, if configured, "greedy".
-
-    A sample that fails is part of no mean.
-    """
-    sample = Sampler(agent, scorer, rollout, FailureBudget(1.0, len(prompts) * config.samples))
+    """Groups in the order of the prompts for each way of answering: "sampled" and, if configured, "greedy"."""
     ways = {"sampled": config.samples} | ({"greedy": 1} if config.greedy else {})
     return {way: await _way(prompts, count, way == "greedy", sample, f"{label}/{way}") for way, count in ways.items()}
 

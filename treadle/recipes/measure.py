@@ -45,8 +45,8 @@ def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statis
         "response/tokens": Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories)),
         "response/tokens_max": Max(max((t.sampled_tokens for t in trajectories), default=0)),
         "response/truncated": Mean(sum(t.ended is Ended.TRUNCATED for t in trajectories), len(trajectories)),
+        "response/with_signal": Mean(int(batch.signal_N.sum()), int((~batch.baseline_N).sum())),
         "samples/failed": Mean(failed, asked),
-        "samples/with_signal": Mean(int(batch.signal_N.sum()), len(batch)),
         "staleness/mean": Mean(int(age.sum()), age.size),
         "staleness/max": Max(int(age.max()) if age.size else 0),
     }
@@ -58,6 +58,8 @@ def measure_evaluation(groups: Mapping[str, Sequence[Group]]) -> Statistics:
     for way, found in groups.items():
         samples = [s for g in found for s in g.usable]
         trajectories = [t for s in samples for t in s.trajectories]
+        asked = sum(len(g.samples) for g in found)
+        statistics[f"evaluation/{way}_failed"] = Mean(asked - len(samples), asked)
         statistics |= {f"evaluation/{way}{n.removeprefix('/mean')}": v for n, v in _rewards("", samples).items()}
         statistics[f"evaluation/{way}_tokens"] = Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories))
     return statistics

@@ -24,17 +24,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from treadle.batch import Batch
-from treadle.recipes.collect import Collector, FailureBudget, Sampler, first
+from treadle.recipes.collect import Collector, FailureBudget, Sampler, first, gather
 from treadle.recipes.evaluate import answer
 from treadle.recipes.measure import Stopwatch, measure_batch, measure_evaluation
-from treadle.types import Mean, Statistics, merge
+from treadle.types import Group, Max, Statistics, merge
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm, Role
-    from treadle.handles import Agent, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
+    from treadle.handles import Agent, ModelHandle, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
     from treadle.recipes.config import RLConfig
     from treadle.runs.recorder import Recorder
-    from treadle.types import Group, Prompt
+    from treadle.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,38 @@ class System:
     scorer: Scorer
     rollout: RolloutHandle
     publish: Publisher
-    models: Mapping[Role, TrainedHandle]
+    observers: Mapping[Role, ModelHandle]  # every role, to look at a batch
+    learners: Mapping[Role, TrainedHandle]  # those that train, too
     record: Recorder
 
 
 @dataclass(frozen=True)
-class Now:
+class Position:
     """Where a run stands."""
 
     step: int = 0  # steps done
     version: int = 0  # of the weights that generate
     evaluated: int | None = None  # the step after which they were last evaluated
+    saved: int | None = None  # the step of the last checkpoint
     data_ended: bool = False
 
 
-async def train(config: RLConfig, system: System) -> Now:
+async def train(config: RLConfig, system: System) -> Position:
     """Train until `config.steps` or the end of the data, from the latest checkpoint if there is one."""
     try:
         async with asyncio.TaskGroup() as tasks:
             return await _train(config, system, tasks)
     except BaseExceptionGroup as group:
-        raise first(group) from None
+        error = first(group)
+        raise error from error.__cause__
 
 
-async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> Now:
-    algorithm, record = system.algorithm, system.record
-    failures = FailureBudget(config.reward.max_failed, config.prompts_per_step * algorithm.config.group_size)
+async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> Position:
+    record = system.record
     collector = Collector(
         prompts=system.prompts,
-        algorithm=algorithm,
-        sample=Sampler(system.agent, system.scorer, system.rollout, failures),
+        algorithm=system.algorithm,
+        sample=Sampler(system.agent, system.scorer, system.rollout, failure_budget(config)),
         record=record,
         slots=(config.max_staleness + 1) * config.prompts_per_step,
         max_filtered=config.max_filtered_groups,
@@ -87,105 +89,109 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
     await system.publish(now.version)
     if now.evaluated is None:
         now = await evaluate(config, system, now)
-    collecting = tasks.create_task(collector.run(tasks))
 
+    groups: list[Group] = []
+    collector.start(tasks)
     while now.step < config.steps and not now.data_ended:
-        collector.step, collector.version = now.step + 1, now.version
+        collector.release(groups)  # the step that trained them has ended
         watch = Stopwatch(record.progress)
         with watch("generate"):
-            groups = await collector.take(config.prompts_per_step)
-        now = replace(now, data_ended=len(groups) < config.prompts_per_step)
+            groups = await collector.take(config.prompts_per_step, now.step + 1, now.version)
         if groups:
             now = await advance(config, system, now, groups, watch)
-        last = now.step == config.steps or now.data_ended
-        if last:
-            collecting.cancel()
-            collector.stop()
-        if (last or config.evaluation.due(now.step)) and now.evaluated != now.step:
+        now = replace(now, data_ended=len(groups) < config.prompts_per_step)
+        if config.evaluation.due(now.step) and now.evaluated != now.step:
             now = await evaluate(config, system, now)
-        if last or record.checkpoint_due(now.step, config.steps):
-            await save(system, now, collector.state(groups))
-        collector.release(groups)
+        if record.checkpoint_due(now.step) and now.saved != now.step:
+            now = await save(system, now, collector.state(groups))
+    collector.stop()
+
+    if now.evaluated != now.step:
+        now = await evaluate(config, system, now)
+    if now.saved != now.step:
+        now = await save(system, now, collector.state(groups))
     return now
 
 
-async def advance(config: RLConfig, system: System, now: Now, groups: list[Group], watch: Stopwatch) -> Now:
-    """One step: look, estimate, learn, publish."""
-    algorithm, models = system.algorithm, system.models
-    step, version = now.step + 1, now.version
-    assert all(version - group.oldest_version <= config.max_staleness for group in groups)
+async def advance(config: RLConfig, system: System, now: Position, groups: list[Group], watch: Stopwatch) -> Position:
+    """One step: observe, estimate, learn, publish."""
+    algorithm, step, version = system.algorithm, now.step + 1, now.version
+    for group in groups:
+        assert version - group.oldest_version <= config.max_staleness, f"group {group.index} is too old for {version}"
 
-    with watch("look"):
+    with watch("observe"):
         batch = Batch.pack(groups, algorithm.config.minibatches)
-        batch = await look(batch, algorithm.before_advantages, models)
-        batch = estimate(batch, algorithm)
-        batch = await look(batch, algorithm.passes_before_loss, models)
+        batch = await observe(batch, algorithm.before_advantages, system.observers)
+        batch = algorithm.estimate(batch)
+        batch = await observe(batch, algorithm.passes_before_loss, system.observers)
     with watch("update"):
-        learned = await learn(batch, step, algorithm, models)
+        roles: list[Role] = [role for role in algorithm.trains if step > algorithm.first_step(role)]
+        learned = await learn(batch, roles, algorithm, system.learners)
     with watch("publish"):
-        if moved(learned):
+        # A version is a publish. Critic warm-up and skipped steps move no policy weights and make none.
+        if "policy" in roles and learned["policy/updated"].value > 0:
             version += 1
             learned = merge(learned, await system.publish(version))
 
-    statistics = merge(learned, measure_batch(groups, batch, now.version))
+    skipped = {"data/skipped_prompts": Max(sum(system.prompts.skipped.values()))}
+    statistics = merge(learned, measure_batch(groups, batch, now.version), skipped)
     system.record.trained(step, groups, batch, statistics, watch.seconds)
     algorithm.after_step({name: value.value for name, value in statistics.items()})
     return replace(now, step=step, version=version)
 
 
-async def look(batch: Batch, roles: Iterable[Role], models: Mapping[Role, TrainedHandle]) -> Batch:
+async def observe(batch: Batch, roles: Iterable[Role], models: Mapping[Role, ModelHandle]) -> Batch:
     """Fill in what these roles see: the policy's old log-probs, the reference's log-probs, the critic's values."""
-    found = await asyncio.gather(*(models[role].annotate(batch) for role in roles))
-    return batch.replace(**{name: values for seen in found for name, values in seen.items()})
+    for found in await gather(models[role].annotate(batch) for role in sorted(roles)):
+        batch = batch.annotated(found)
+    return batch
 
 
-def estimate(batch: Batch, algorithm: Algorithm) -> Batch:
-    """Advantages, computed on trained tokens alone."""
-    batch = batch.expanded(algorithm.advantages(batch.compact()))
-    return batch.mark_signal() if algorithm.skips_no_signal else batch
-
-
-async def learn(batch: Batch, step: int, algorithm: Algorithm, models: Mapping[Role, TrainedHandle]) -> Statistics:
-    """One optimizer step per mini-batch and epoch, for every trained role whose time has come."""
-    roles: list[Role] = [role for role in algorithm.trains if step > algorithm.first_step(role)]
+async def learn(
+    batch: Batch, roles: list[Role], algorithm: Algorithm, models: Mapping[Role, TrainedHandle]
+) -> Statistics:
+    """One optimizer step per mini-batch and epoch for each of these roles."""
     parts: list[Statistics] = []
     for _ in range(algorithm.config.epochs):
         for minibatch in batch.minibatches():
-            parts += await asyncio.gather(*(models[role].step(minibatch) for role in roles))
+            parts += await gather(models[role].step(minibatch, algorithm.state()) for role in roles)
     return merge(*parts)
 
 
-def moved(learned: Statistics) -> bool:
-    """Did any optimizer step change the policy? Critic warm-up and skipped steps do not make a version."""
-    applied = learned.get("policy/grad_norm")
-    return isinstance(applied, Mean) and applied.weight > 0
-
-
-async def evaluate(config: RLConfig, system: System, now: Now) -> Now:
+async def evaluate(config: RLConfig, system: System, now: Position) -> Position:
     """Answer the held-out prompts, if there are any, with the weights as they are."""
-    if prompts := system.held_out:
-        label = f"evaluation/{now.step}"
-        groups = await answer(prompts, config.evaluation, system.evaluator, system.scorer, system.rollout, label)
+    if system.held_out:
+        system.record.progress.stage("evaluate", 0, 1)
+        sample = Sampler(system.evaluator, system.scorer, system.rollout, failure_budget(config))
+        groups = await answer(system.held_out, config.evaluation, sample, f"evaluation/{now.step}")
         system.record.evaluated(now.step, groups, measure_evaluation(groups))
+        system.record.progress.stage("evaluate", 1, 1)
     return replace(now, evaluated=now.step)
 
 
-async def save(system: System, now: Now, collector: Mapping[str, object]) -> None:
+async def save(system: System, now: Position, collector: Mapping[str, object]) -> Position:
     """Write a checkpoint: the place in the run and in the data, the algorithm, every trained role."""
-    state = {"now": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
+    now = replace(now, saved=now.step)
+    state = {"position": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
     with system.record.checkpoint(now.step, state) as path:
-        for role in system.algorithm.trains:
-            await system.models[role].save(path / role)
+        for role, model in system.learners.items():
+            await model.save(path / role)
+    return now
 
 
-async def restore(system: System, collector: Collector) -> Now:
+async def restore(system: System, collector: Collector) -> Position:
     """Go on from the latest checkpoint, or begin."""
     found = system.record.restore()
     if found is None:
-        return Now()
+        return Position()
     path, state = found
-    for role in system.algorithm.trains:
-        await system.models[role].load(path / role)
+    for role, model in system.learners.items():
+        await model.load(path / role)
     system.algorithm.restore(state["algorithm"])
     collector.restore(state["collector"])
-    return Now(**state["now"])
+    return Position(**state["position"])
+
+
+def failure_budget(config: RLConfig) -> FailureBudget:
+    """How many of the latest samples, as many as a step has, may fail."""
+    return FailureBudget(config.reward.max_failed, config.prompts_per_step * config.algorithm.group_size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treadle.algorithms.base import Algorithm
 from treadle.controller.verbs import everywhere, sharded
@@ -37,12 +37,14 @@ class TrainedWorker:
     role: str
     objective: Objective
 
-    def __init__(self, engine: TrainingEngine) -> None:
+    def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
         self.engine = engine
+        self.algorithm = algorithm
 
     @sharded
-    def step(self, batch: Batch) -> Statistics:
-        """One optimizer step on one mini-batch."""
+    def step(self, batch: Batch, state: Mapping[str, Any]) -> Statistics:
+        """One optimizer step on one mini-batch. `state` is the controller's: this worker may hold a copy."""
+        self.algorithm.restore(state)
         statistics = self.engine.step(batch, self.objective)
         return {f"{self.role}/{name}": value for name, value in statistics.items()}
 
@@ -61,7 +63,7 @@ class PolicyWorker(TrainedWorker):
     role = "policy"
 
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
-        super().__init__(engine)
+        super().__init__(engine, algorithm)
         self.objective = Objective(
             loss=algorithm.loss,
             needs=algorithm.needs,
@@ -79,7 +81,7 @@ class CriticWorker(TrainedWorker):
     role = "critic"
 
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
-        super().__init__(engine)
+        super().__init__(engine, algorithm)
         self.objective = Objective(loss=algorithm.value_loss, needs=frozenset({"value"}))
 
     @sharded

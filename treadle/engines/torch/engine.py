@@ -78,13 +78,14 @@ class TorchEngine:
         """One optimizer step on one mini-batch.
 
         Beside the objective's metrics: "loss", "grad_norm" (before clipping), "learning_rate", "tokens" (trained ones
-        of the mini-batch) and "skipped_steps" (since the run began). Raises `TrainingError` after too many steps in a
-        row whose gradient was not finite.
+        of the mini-batch), "updated" (1, or 0 for a skipped step) and "skipped_steps" (since the run began). Raises
+        `TrainingError` after too many steps in a row whose gradient was not finite.
         """
         optimizer = self._trained()
         found = accumulate(self.network, batch, objective, self.config.microbatch_tokens)
         update = optimizer.step()
         return found | {
+            "updated": Mean(float(update.applied)),
             "grad_norm": Mean(update.grad_norm) if update.applied else Mean(0.0, 0.0),
             "learning_rate": Mean(update.learning_rate),
             "skipped_steps": Max(float(optimizer.skipped)),

@@ -91,7 +91,7 @@ def scan(network: Network, batch: Batch, needs: Set[Quantity], budget: int) -> d
 
 def number(batch: Batch) -> Batch:
     """The batch with each token's position in it as an extra, so that what a part gives can be laid back."""
-    return batch.replace(extras_T={"at": torch.arange(len(batch.token_T))})
+    return batch.replace(extras_T={**batch.extras_T, "at": torch.arange(len(batch.token_T))})
 
 
 def present(outputs: Outputs) -> dict[str, Tensor]:
