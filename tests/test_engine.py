@@ -32,7 +32,7 @@ from treadle.attention import install
 from treadle.batch import Batch
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
-from treadle.engines.torch.gradient import accumulate
+from treadle.engines.torch.gradient import accumulate, scan
 from treadle.engines.torch.model import load_model, load_tokenizer, save_pretrained
 from treadle.errors import ModelError, RunError, TrainingError
 from treadle.handles import Loss, Objective, Outputs, Term
@@ -488,3 +488,25 @@ def test_a_loss_can_look_at_several_quantities_of_one_pass(tiny_model: Path) -> 
     assert outputs.sum_p2_T is not None
     assert outputs.value_T is None
     assert ((outputs.entropy_T > 0) & (outputs.sum_p2_T < 1)).all()
+
+
+def test_given_ids_have_their_log_probs_and_train(tiny_model: Path) -> None:
+    """Distillation asks for the teacher's ids: here the token itself and another one, cut and laid back with the rows."""
+    batch = make_batch(LENGTHS)
+    given_id_T = torch.stack([batch.token_T, (batch.token_T + 7) % 256], dim=1)
+    batch = batch.annotated({"given_id_T": given_id_T})
+    engine = engine_of(tiny_model)
+    found = scan(engine.network, batch, {"logprob", "given"}, budget=24)
+    trained = batch.mask_T
+    assert torch.equal(found["given_T"][trained, 0], found["logprob_T"][trained])
+    assert found["given_T"][~trained].isnan().all()
+
+    def loss(_: Batch, outputs: Outputs) -> Loss:
+        assert outputs.given_T is not None
+        return Loss([Term(-outputs.given_T[:, 1])])
+
+    before = found["given_T"][trained, 1].mean()
+    for _ in range(3):
+        engine.step(batch, Objective(loss, frozenset({"given"})))
+    after = scan(engine.network, batch, {"given"}, budget=24)["given_T"][trained, 1].mean()
+    assert after > before + 0.1

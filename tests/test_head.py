@@ -13,6 +13,7 @@ from treadle.engines.torch.head import LogitRule, logits, quantities
 from treadle.handles import Quantity
 
 EVERYTHING: set[Quantity] = {"logprob", "entropy", "sum_p2"}
+GIVEN_MK = torch.tensor([[0, 3], [4, 4], [10, 1], [2, 0], [9, 8], [1, 5], [7, 7]])  # an id may come twice
 RULES = [LogitRule(), LogitRule(scale=0.3), LogitRule(cap=2.0), LogitRule(scale=1.7, cap=1.5)]
 
 
@@ -30,7 +31,7 @@ def inputs(dtype: torch.dtype = torch.float64, rows: int = 7) -> tuple[Tensor, T
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_values_are_those_of_a_plain_softmax(rule: LogitRule, chunk: int) -> None:
     hidden_ME, weight_VE, bias_V, label_M, temperature_M = inputs()
-    found = quantities(hidden_ME, weight_VE, bias_V, label_M, temperature_M, EVERYTHING, rule, chunk)
+    found = quantities(hidden_ME, weight_VE, bias_V, label_M, GIVEN_MK, temperature_M, EVERYTHING, rule, chunk)
     raw_MV = rule.scale * (hidden_ME @ weight_VE.T + bias_V)
     plain_MV = raw_MV if rule.cap is None else rule.cap * torch.tanh(raw_MV / rule.cap)
     logp_MV = (plain_MV / temperature_M[:, None]).log_softmax(-1)
@@ -38,6 +39,7 @@ def test_values_are_those_of_a_plain_softmax(rule: LogitRule, chunk: int) -> Non
     torch.testing.assert_close(found.logprob_T, logp_MV.gather(1, label_M[:, None])[:, 0])
     torch.testing.assert_close(found.entropy_T, -(p_MV * logp_MV).sum(-1))
     torch.testing.assert_close(found.sum_p2_T, p_MV.square().sum(-1))
+    torch.testing.assert_close(found.given_T, logp_MV.gather(1, GIVEN_MK))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -46,8 +48,8 @@ def test_gradients_are_those_of_finite_differences(rule: LogitRule, biased: bool
     hidden_ME, weight_VE, bias_V, label_M, temperature_M = inputs()
 
     def run(hidden_ME: Tensor, weight_VE: Tensor, bias_V: Tensor | None = None) -> tuple[Any, ...]:
-        found = quantities(hidden_ME, weight_VE, bias_V, label_M, temperature_M, EVERYTHING, rule, 3)
-        return found.logprob_T, found.entropy_T, found.sum_p2_T
+        found = quantities(hidden_ME, weight_VE, bias_V, label_M, GIVEN_MK, temperature_M, EVERYTHING, rule, 3)
+        return found.logprob_T, found.entropy_T, found.sum_p2_T, found.given_T
 
     assert torch.autograd.gradcheck(run, (hidden_ME, weight_VE, bias_V) if biased else (hidden_ME, weight_VE))
 
@@ -58,7 +60,7 @@ def test_one_quantity_alone_has_the_same_gradient(wanted: Quantity) -> None:
     gradients = []
     alone: set[Quantity] = {"logprob", wanted}
     for needs in (alone, EVERYTHING):
-        found = quantities(hidden_ME, weight_VE, None, label_M, temperature_M, needs, LogitRule(), 4)
+        found = quantities(hidden_ME, weight_VE, None, label_M, None, temperature_M, needs, LogitRule(), 4)
         chosen_T = {"logprob": found.logprob_T, "entropy": found.entropy_T, "sum_p2": found.sum_p2_T}[wanted]
         assert chosen_T is not None
         gradients.append(torch.autograd.grad(chosen_T.sum(), hidden_ME)[0])
@@ -67,14 +69,14 @@ def test_one_quantity_alone_has_the_same_gradient(wanted: Quantity) -> None:
 
 def test_unwanted_quantities_are_absent() -> None:
     hidden_ME, weight_VE, _, label_M, temperature_M = inputs()
-    found = quantities(hidden_ME, weight_VE, None, label_M, temperature_M, {"logprob"}, LogitRule(), 4)
+    found = quantities(hidden_ME, weight_VE, None, label_M, None, temperature_M, {"logprob"}, LogitRule(), 4)
     assert found.entropy_T is None
     assert found.sum_p2_T is None
 
 
 def test_half_precision_weights_give_float32_numbers_and_half_precision_gradients() -> None:
     hidden_ME, weight_VE, bias_V, label_M, temperature_M = inputs(torch.bfloat16)
-    found = quantities(hidden_ME, weight_VE, bias_V, label_M, temperature_M.float(), EVERYTHING, LogitRule(), 3)
+    found = quantities(hidden_ME, weight_VE, bias_V, label_M, None, temperature_M.float(), EVERYTHING, LogitRule(), 3)
     assert found.logprob_T is not None
     assert found.logprob_T.dtype == torch.float32
     found.logprob_T.sum().backward()
@@ -84,7 +86,7 @@ def test_half_precision_weights_give_float32_numbers_and_half_precision_gradient
 
 def test_no_trained_token_is_no_trouble() -> None:
     hidden_ME, weight_VE, bias_V, label_M, temperature_M = inputs(rows=0)
-    found = quantities(hidden_ME, weight_VE, bias_V, label_M, temperature_M, EVERYTHING, LogitRule(), 3)
+    found = quantities(hidden_ME, weight_VE, bias_V, label_M, None, temperature_M, EVERYTHING, LogitRule(), 3)
     assert found.logprob_T is not None
     found.logprob_T.sum().backward()
     assert weight_VE.grad is not None

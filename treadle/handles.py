@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Quantity = Literal["logprob", "entropy", "sum_p2", "value"]
-"""Per-token quantities an objective may ask for. `sum_p2` is Σ_v p(v)², a cheap measure of peakedness."""
+Quantity = Literal["logprob", "entropy", "sum_p2", "given", "value"]
+"""Per-token quantities an objective may ask for. `sum_p2` is Σ_v p(v)², a cheap measure of peakedness; `given` are the
+log-probs of the ids in `batch.extras_T["given_id_T"]` [T, K], e.g. a teacher's most likely ones."""
 
 Aggregate = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
 """How terms become one number (the normaliser rule); see `algorithms/aggregate.py`."""
@@ -36,6 +37,7 @@ class Outputs:
     logprob_T: Tensor | None = None  # float32, at the temperature that sampled
     entropy_T: Tensor | None = None  # float32, nats
     sum_p2_T: Tensor | None = None
+    given_T: Tensor | None = None  # [T, K]
     value_T: Tensor | None = None  # of the state in which the token was chosen
 
 

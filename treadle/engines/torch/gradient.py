@@ -80,12 +80,15 @@ def statistics(compact: Batch, loss: Loss) -> Statistics:
 @torch.no_grad()
 def scan(network: Network, batch: Batch, needs: Set[Quantity], budget: int) -> dict[str, Tensor]:
     """`Outputs` of a whole batch by field name, [T], NaN where not trained, under the plan that trains it."""
-    whole = {f"{need}_T": torch.full(batch.token_T.shape, math.nan, dtype=network.accurate) for need in needs}
+    kinds = batch.extras_T["given_id_T"].shape[1:] if "given" in needs else ()
+    shapes = {need: (len(batch.token_T), *(kinds if need == "given" else ())) for need in needs}
+    whole = {f"{need}_T": torch.full(shape, math.nan, dtype=network.accurate) for need, shape in shapes.items()}
     numbered = number(batch)
     for rows in plan(batch, budget, everything=True):
         part = numbered.select(rows)
         for name, value_M in present(network.outputs(part, needs)).items():
-            whole[name][part.compact().extras_T["at"]] = value_M
+            if name in whole:  # the log-prob is always there
+                whole[name][part.compact().extras_T["at"]] = value_M
     return whole
 
 

@@ -1,6 +1,6 @@
 """From hidden states to per-token quantities without ever holding the logits of a whole batch.
 
-Suffixes: M trained positions · C positions of one chunk · V vocabulary · E hidden size.
+Suffixes: M trained positions · C positions of one chunk · V vocabulary · K given ids of a position · E hidden size.
 """
 
 from __future__ import annotations
@@ -64,17 +64,20 @@ def quantities(
     weight_VE: Tensor,
     bias_V: Tensor | None,
     label_M: Tensor,
+    given_MK: Tensor | None,
     temperature_M: Tensor,
     needs: Set[Quantity],
     rule: LogitRule,
     chunk: int,
 ) -> Outputs:
-    """Log-prob of the labels, entropy and Σp² of softmax(logits / temperature), whichever are needed, with gradient.
+    """Log-prob of the labels and of the given ids, entropy and Σp² of softmax(logits / temperature), whichever are
+    needed, with gradient.
 
     `chunk` rows of logits exist at a time; the backward pass makes them again.
     """
     wanted = ("entropy" in needs, "sum_p2" in needs)
-    return Outputs(*_Quantities.apply(hidden_ME, weight_VE, bias_V, label_M, temperature_M, wanted, rule, chunk))
+    found = _Quantities.apply(hidden_ME, weight_VE, bias_V, label_M, given_MK, temperature_M, wanted, rule, chunk)
+    return Outputs(*found)
 
 
 class _Quantities(torch.autograd.Function):
@@ -85,29 +88,33 @@ class _Quantities(torch.autograd.Function):
         weight_VE: Tensor,
         bias_V: Tensor | None,
         label_M: Tensor,
+        given_MK: Tensor | None,
         temperature_M: Tensor,
         wanted: tuple[bool, bool],
         rule: LogitRule,
         chunk: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         accurate = accurate_dtype(hidden_ME.dtype)
         logprob_M, entropy_M, sum_p2_M = (hidden_ME.new_empty(len(label_M), dtype=accurate) for _ in range(3))
+        given_logprob_MK = None if given_MK is None else hidden_ME.new_empty(given_MK.shape, dtype=accurate)
         for at in _chunks(len(label_M), chunk):
             logit_CV = logits(hidden_ME[at], weight_VE, bias_V, rule).div_(temperature_M[at, None])
             norm_C = logit_CV.logsumexp(-1)
             logprob_M[at] = logit_CV.gather(-1, label_M[at, None])[:, 0] - norm_C
+            if given_MK is not None and given_logprob_MK is not None:
+                given_logprob_MK[at] = logit_CV.gather(-1, given_MK[at]) - norm_C[:, None]
             if any(wanted):
                 p_CV = (logit_CV - norm_C[:, None]).exp_()
                 entropy_M[at] = norm_C - torch.linalg.vecdot(p_CV, logit_CV)
                 sum_p2_M[at] = torch.linalg.vecdot(p_CV, p_CV)
-        ctx.save_for_backward(hidden_ME, weight_VE, bias_V, label_M, temperature_M, entropy_M, sum_p2_M)
+        ctx.save_for_backward(hidden_ME, weight_VE, bias_V, label_M, given_MK, temperature_M, entropy_M, sum_p2_M)
         ctx.rule, ctx.chunk = rule, chunk
         ctx.set_materialize_grads(False)
-        return logprob_M, entropy_M if wanted[0] else None, sum_p2_M if wanted[1] else None
+        return logprob_M, entropy_M if wanted[0] else None, sum_p2_M if wanted[1] else None, given_logprob_MK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_ME, weight_VE, bias_V, label_M, temperature_M, entropy_M, sum_p2_M = ctx.saved_tensors
+        hidden_ME, weight_VE, bias_V, label_M, given_MK, temperature_M, entropy_M, sum_p2_M = ctx.saved_tensors
         accurate = accurate_dtype(hidden_ME.dtype)
         grad_hidden_ME = torch.empty_like(hidden_ME)
         # Summed over chunks in float32: bfloat16 would lose what the later chunks add.
@@ -115,9 +122,10 @@ class _Quantities(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if ctx.needs_input_grad[2] else None
         for at in _chunks(len(label_M), ctx.chunk):
             logit_CV = logits(hidden_ME[at], weight_VE, bias_V, ctx.rule)
-            per_chunk = [None if g is None else g[at, None] for g in grads]
+            per_chunk = [None if g is None else g[at].reshape(-1, g[0].numel()) for g in grads]
+            tempered_CV, given_CK = logit_CV / temperature_M[at, None], None if given_MK is None else given_MK[at]
             grad_CV = _softmax_backward(
-                logit_CV / temperature_M[at, None], label_M[at], per_chunk, entropy_M[at, None], sum_p2_M[at, None]
+                tempered_CV, label_M[at], given_CK, per_chunk, entropy_M[at, None], sum_p2_M[at, None]
             )
             grad_CV = ctx.rule.backward(grad_CV.div_(temperature_M[at, None]), logit_CV).to(hidden_ME.dtype)
             grad_hidden_ME[at] = grad_CV @ weight_VE
@@ -125,22 +133,30 @@ class _Quantities(torch.autograd.Function):
                 grad_weight_VE += grad_CV.T @ hidden_ME[at]
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-        return grad_hidden_ME, grad_weight_VE, grad_bias_V, None, None, None, None, None
+        return grad_hidden_ME, grad_weight_VE, grad_bias_V, *(None,) * 6
 
 
 def _softmax_backward(
-    logit_CV: Tensor, label_C: Tensor, grads: list[Tensor | None], entropy_C1: Tensor, sum_p2_C1: Tensor
+    logit_CV: Tensor,
+    label_C: Tensor,
+    given_CK: Tensor | None,
+    grads: list[Tensor | None],
+    entropy_C1: Tensor,
+    sum_p2_C1: Tensor,
 ) -> Tensor:
     """Gradient of the tempered logits z, with p = softmax(z):
 
     ∂ log p(label) = 1[label] - p        ∂ H = -p (log p + H)        ∂ Σp² = 2p (p - Σp²)
     """
-    grad_logprob_C1, grad_entropy_C1, grad_sum_p2_C1 = grads
+    grad_logprob_C1, grad_entropy_C1, grad_sum_p2_C1, grad_given_CK = grads
     logp_CV = logit_CV.log_softmax(-1)
     p_CV = logp_CV.exp()
     grad_CV = torch.zeros_like(p_CV)
     if grad_logprob_C1 is not None:
         grad_CV.addcmul_(p_CV, grad_logprob_C1, value=-1).scatter_add_(-1, label_C[:, None], grad_logprob_C1)
+    if grad_given_CK is not None and given_CK is not None:
+        grad_CV.addcmul_(p_CV, grad_given_CK.sum(-1, keepdim=True), value=-1)
+        grad_CV.scatter_add_(-1, given_CK, grad_given_CK)
     if grad_entropy_C1 is not None:
         grad_CV.addcmul_(p_CV * (logp_CV + entropy_C1), grad_entropy_C1, value=-1)
     if grad_sum_p2_C1 is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Head = Literal["lm", "value"]
 QUANTITIES: dict[Head, frozenset[Quantity]] = {
-    "lm": frozenset({"logprob", "entropy", "sum_p2"}),
+    "lm": frozenset({"logprob", "entropy", "sum_p2", "given"}),
     "value": frozenset({"value"}),
 }
 
@@ -89,13 +89,15 @@ class Network:
             self.lm_head.weight,
             self.lm_head.bias,
             batch.token_T[batch.mask_T].to(self.device),
+            batch.extras_T["given_id_T"][batch.mask_T].to(self.device) if "given" in needs else None,
             temperature_M.to(self.device, self.accurate),
             needs,
             self.rule,
             self.chunk,
         )
         home = batch.token_T.device
-        return Outputs(*(None if x is None else x.to(home) for x in (found.logprob_T, found.entropy_T, found.sum_p2_T)))
+        found = (found.logprob_T, found.entropy_T, found.sum_p2_T, found.given_T)
+        return Outputs(*(None if x is None else x.to(home) for x in found))
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value of the state in which each trained token was chosen, [M], and of the state after each trajectory's
