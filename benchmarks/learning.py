@@ -17,10 +17,10 @@ from treadle.runs.metrics import read_rows
 ROOT = Path(__file__).parent.parent
 
 
-def train(config: Path, seed: int, *overrides: str) -> Path:
+def train(config: Path, seed: int, into: Path) -> Path:
     """Train one seed; the run directory."""
-    run = ROOT / "runs" / "curves" / f"{config.stem}-{seed}"
-    treadle.train(config, overrides=[f"seed={seed}", f"run.dir={run}", *overrides])
+    run = into / f"{config.stem}-{seed}"
+    treadle.train(config, overrides=[f"seed={seed}", f"run.dir={run}"])
     return run
 
 
@@ -52,11 +52,12 @@ def draw(runs: list[Path], out: Path) -> None:
 
     axes: Any
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    for run in runs:
+    for number, run in enumerate(runs):
         steps, tests = read_rows(run / "metrics.jsonl"), read_rows(run / "evaluations.jsonl")
-        axes[0].plot([r["step"] for r in steps], [r["reward/mean"] for r in steps], label=run.name)
+        axes[0].plot([r["step"] for r in steps], [r["reward/mean"] for r in steps], f"C{number}", label=run.name)
         for way, style in (("sampled", "-"), ("greedy", "--")):
-            axes[1].plot([r["step"] for r in tests], [r[f"evaluation/{way}"] for r in tests], style, marker="o")
+            found = [r[f"evaluation/{way}"] for r in tests]
+            axes[1].plot([r["step"] for r in tests], found, f"C{number}o{style}")
     axes[0].set(title="training reward", xlabel="step", ylim=(0, 1.02))
     axes[1].set(title="held-out accuracy (sampled —, greedy - -)", xlabel="step")
     axes[0].legend(fontsize="small")
@@ -67,7 +68,7 @@ def draw(runs: list[Path], out: Path) -> None:
 
 def main() -> None:
     config, seeds = Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [0, 1, 2]
-    runs = [train(config, seed) for seed in seeds]
+    runs = [train(config, seed, ROOT / "runs" / "curves") for seed in seeds]
     draw(runs, ROOT / "docs" / "images" / f"{config.stem}.png")
     sys.stdout.write(table(runs) + "\n")
 

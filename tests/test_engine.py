@@ -491,7 +491,7 @@ def test_a_loss_can_look_at_several_quantities_of_one_pass(tiny_model: Path) -> 
 
 
 def test_given_ids_have_their_log_probs_and_train(tiny_model: Path) -> None:
-    """Distillation asks for the teacher's ids: here the token itself and another one, cut and laid back with the rows."""
+    """Distillation asks for the teacher's ids: here the token itself and another, cut and laid back with the rows."""
     batch = make_batch(LENGTHS)
     given_id_T = torch.stack([batch.token_T, (batch.token_T + 7) % 256], dim=1)
     batch = batch.annotated({"given_id_T": given_id_T})

@@ -16,9 +16,9 @@ from tests.runs import ROOT, books, command, finish, metrics, samples, settings,
 pytestmark = pytest.mark.long
 
 
-def test_the_quickstart_learns_on_held_out_problems() -> None:
+def test_the_quickstart_learns_on_held_out_problems(tmp_path: Path) -> None:
     """Over 3 seeds: sampled accuracy up by at least 25 points, greedy up too, training within 8 minutes."""
-    runs = [train(ROOT / "examples" / "quickstart.yaml", seed) for seed in (0, 1, 2)]
+    runs = [train(ROOT / "examples" / "quickstart.yaml", seed, tmp_path) for seed in (0, 1, 2)]
     report = table(runs)
     assert mean(gains(runs, "sampled")) >= 0.25, report
     assert mean(gains(runs, "greedy")) > 0, report
