@@ -23,7 +23,8 @@ from treadle.algorithms.base import Algorithm, AlgorithmConfig
 from treadle.batch import Batch
 from treadle.errors import RewardError, TrainingError
 from treadle.recipes.config import EvaluationConfig, RLConfig
-from treadle.recipes.rl import System, train
+from treadle.recipes.rl import train
+from treadle.recipes.system import System
 from treadle.runs.progress import Progress
 from treadle.types import Ended, Group, Mean, Prompt, Provenance, Request, Reward, Sample, Trajectory
 

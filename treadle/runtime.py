@@ -27,11 +27,12 @@ from treadle.data.source import prompts
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
 from treadle.handles import ModelHandle, PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
-from treadle.recipes import rl
 from treadle.recipes.collect import Sampler
 from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig, load_config
 from treadle.recipes.evaluate import answer
 from treadle.recipes.measure import measure_evaluation
+from treadle.recipes.rl import train as run_loop
+from treadle.recipes.system import System
 from treadle.rewards.scorer import function_name, make_scorer
 from treadle.runs.checkpoints import Checkpoints
 from treadle.runs.directory import RunDirectory
@@ -110,7 +111,7 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
             RunDirectory.open(path, dump(config)) as directory,
             Recorder(directory, config.run, config.steps) as record,
         ):
-            system = rl.System(
+            system = System(
                 algorithm=chosen,
                 prompts=parts.source,
                 held_out=parts.held_out,
@@ -123,7 +124,7 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
                 learners=parts.learners,
                 record=record,
             )
-            end = await rl.train(config, system)
+            end = await run_loop(config, system)
             await parts.device.run(partial(parts.export, directory.model))
             record.finish({"data_ended": end.data_ended, "model": str(directory.model)})
             return directory.read_summary() or {}
@@ -156,7 +157,7 @@ async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFun
         if checkpoint is not None:
             await parts.learners["policy"].load(checkpoint / "policy")
         await parts.publisher()(0)
-        sample = Sampler(parts.agent(config.evaluation), parts.scorer, parts.rollout, rl.failure_budget(config))
+        sample = Sampler(parts.agent(config.evaluation), parts.scorer, parts.rollout, config.failure_budget)
         return plain(measure_evaluation(await answer(parts.held_out, config.evaluation, sample, "evaluation")))
 
 

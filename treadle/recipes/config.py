@@ -16,6 +16,7 @@ from treadle.config import Config, key, load, plugin
 from treadle.data.config import DataConfig
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import OnPublish
+from treadle.recipes.collect import FailureBudget
 from treadle.rewards.scorer import RewardConfig
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.runs.config import RunConfig
@@ -98,6 +99,11 @@ class RLConfig(Config):
                 f"split; 1 to {prompts} are possible, or raise prompts_per_step"
             )
         return self
+
+    @property
+    def failure_budget(self) -> FailureBudget:
+        """How many of the latest samples, as many as a step has, may fail."""
+        return FailureBudget(self.reward.max_failed, self.prompts_per_step * self.algorithm.group_size)
 
     @property
     def optimizer_steps(self) -> int:

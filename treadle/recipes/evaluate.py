@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.recipes.collect import Sampler, gather
+from treadle.recipes.measure import measure_evaluation
 from treadle.types import Group, Kind, Prompt, Request
 
 if TYPE_CHECKING:
-    from treadle.recipes.config import EvaluationConfig
+    from treadle.recipes.config import EvaluationConfig, RLConfig
+    from treadle.recipes.position import Position
+    from treadle.recipes.system import System
+
+
+async def evaluate(config: RLConfig, system: System, now: Position) -> Position:
+    """Answer the held-out prompts, if there are any, with the weights as they are."""
+    if system.held_out:
+        system.record.progress.stage("evaluate", 0, 1)
+        sample = Sampler(system.evaluator, system.scorer, system.rollout, config.failure_budget)
+        groups = await answer(system.held_out, config.evaluation, sample, f"evaluation/{now.step}")
+        system.record.evaluated(now.step, groups, measure_evaluation(groups))
+        system.record.progress.stage("evaluate", 1, 1)
+    return replace(now, evaluated=now.step)
 
 
 async def answer(

@@ -20,49 +20,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.batch import Batch
-from treadle.recipes.collect import Collector, FailureBudget, Sampler, first, gather
-from treadle.recipes.evaluate import answer
-from treadle.recipes.measure import Stopwatch, measure_batch, measure_evaluation
+from treadle.recipes.collect import Collector, Sampler, first, gather
+from treadle.recipes.evaluate import evaluate
+from treadle.recipes.measure import Stopwatch, measure_batch
+from treadle.recipes.position import Position, restore, save
 from treadle.types import Group, Max, Statistics, merge
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm, Role
-    from treadle.handles import Agent, ModelHandle, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
+    from treadle.handles import ModelHandle, TrainedHandle
     from treadle.recipes.config import RLConfig
-    from treadle.runs.recorder import Recorder
-    from treadle.types import Prompt
-
-
-@dataclass(frozen=True)
-class System:
-    """Everything the loop drives. It cannot tell one process from a cluster, or one engine from another."""
-
-    algorithm: Algorithm
-    prompts: PromptSource
-    held_out: list[Prompt]
-    agent: Agent
-    evaluator: Agent
-    scorer: Scorer
-    rollout: RolloutHandle
-    publish: Publisher
-    observers: Mapping[Role, ModelHandle]  # every role, to look at a batch
-    learners: Mapping[Role, TrainedHandle]  # those that train, too
-    record: Recorder
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands."""
-
-    step: int = 0  # steps done
-    version: int = 0  # of the weights that generate
-    evaluated: int | None = None  # the step after which they were last evaluated
-    saved: int | None = None  # the step of the last checkpoint
-    data_ended: bool = False
+    from treadle.recipes.system import System
 
 
 async def train(config: RLConfig, system: System) -> Position:
@@ -80,7 +52,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
     collector = Collector(
         prompts=system.prompts,
         algorithm=system.algorithm,
-        sample=Sampler(system.agent, system.scorer, system.rollout, failure_budget(config)),
+        sample=Sampler(system.agent, system.scorer, system.rollout, config.failure_budget),
         record=record,
         slots=(config.max_staleness + 1) * config.prompts_per_step,
         max_filtered=config.max_filtered_groups,
@@ -156,42 +128,3 @@ async def learn(
         for minibatch in batch.minibatches():
             parts += await gather(models[role].step(minibatch, algorithm.state()) for role in roles)
     return merge(*parts)
-
-
-async def evaluate(config: RLConfig, system: System, now: Position) -> Position:
-    """Answer the held-out prompts, if there are any, with the weights as they are."""
-    if system.held_out:
-        system.record.progress.stage("evaluate", 0, 1)
-        sample = Sampler(system.evaluator, system.scorer, system.rollout, failure_budget(config))
-        groups = await answer(system.held_out, config.evaluation, sample, f"evaluation/{now.step}")
-        system.record.evaluated(now.step, groups, measure_evaluation(groups))
-        system.record.progress.stage("evaluate", 1, 1)
-    return replace(now, evaluated=now.step)
-
-
-async def save(system: System, now: Position, collector: Mapping[str, object]) -> Position:
-    """Write a checkpoint: the place in the run and in the data, the algorithm, every trained role."""
-    now = replace(now, saved=now.step)
-    state = {"position": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
-    with system.record.checkpoint(now.step, state) as path:
-        for role, model in system.learners.items():
-            await model.save(path / role)
-    return now
-
-
-async def restore(system: System, collector: Collector) -> Position:
-    """Go on from the latest checkpoint, or begin."""
-    found = system.record.restore()
-    if found is None:
-        return Position()
-    path, state = found
-    for role, model in system.learners.items():
-        await model.load(path / role)
-    system.algorithm.restore(state["algorithm"])
-    collector.restore(state["collector"])
-    return Position(**state["position"])
-
-
-def failure_budget(config: RLConfig) -> FailureBudget:
-    """How many of the latest samples, as many as a step has, may fail."""
-    return FailureBudget(config.reward.max_failed, config.prompts_per_step * config.algorithm.group_size)
