@@ -315,6 +315,28 @@ def test_max_filtered_groups_counts_groups_in_a_row() -> None:
     virtual_clock.run(main())
 
 
+@pytest.mark.parametrize("wrong", [None, [], ["prompt"]])
+def test_what_an_algorithm_asks_for_is_checked(wrong: Any) -> None:
+    algorithm = Plain(AlgorithmConfig(group_size=GROUP))
+    algorithm.requests = lambda prompt: wrong
+    with pytest.raises(TrainingError, match=r"Plain\.requests"):
+        loop(World(), algorithm=algorithm)
+
+
+def test_what_an_algorithm_says_of_a_group_is_checked() -> None:
+    algorithm = Plain(AlgorithmConfig(group_size=GROUP))
+    algorithm.keep = lambda group: False  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match=r"Plain\.keep returned False"):
+        loop(World(), algorithm=algorithm)
+
+
+def test_data_of_which_nothing_trains_are_an_error_and_no_finished_run() -> None:
+    algorithm = Plain(AlgorithmConfig(group_size=GROUP))
+    algorithm.drop = lambda group: True
+    with pytest.raises(TrainingError, match="not one step"):
+        loop(World(prompts=7), algorithm=algorithm)
+
+
 def test_filters_that_starve_the_trainer_end_the_run_loudly() -> None:
     algorithm = Plain(AlgorithmConfig(group_size=GROUP))
     algorithm.drop = lambda group: group.index >= 4

@@ -248,6 +248,55 @@ def test_a_class_defined_in_a_function_is_an_algorithm(tiny_model: Path, tmp_pat
 # ---------------------------------------------------------------------- bad input
 
 
+class Forgetful(treadle.Algorithm):
+    def __init__(self) -> None: ...
+
+
+class Astray(treadle.Algorithm):
+    before_loss = frozenset({"reference"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"algorithm": GRPO}, r"MyAlgorithm\(\)"),
+        ({"algorithm": "grpo"}, r"MyAlgorithm\(\)"),
+        ({"algorithm": Forgetful()}, "super"),
+        ({"algorithm": Astray()}, "`uses`"),
+        ({"reward": "number"}, "not a function"),
+        ({"overrides": "steps=3"}, "list"),
+        ({"algorithm": GRPO(), "overrides": ["algorithm.group_size=4"]}, "from Python"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str, tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        treadle.train(settings(tmp_path, tiny_model), **arguments)
+
+
+def test_a_reward_from_python_keeps_the_section_of_the_mapping(tiny_model: Path, tmp_path: Path) -> None:
+    treadle.train(settings(tmp_path, tiny_model, steps=1, reward={"timeout_s": 3.0}), reward=awaited)
+    assert "timeout_s: 3.0" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_texts_that_look_like_other_things_survive_into_an_evaluation(tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, tiny_model, steps=1, sampling={"max_tokens": 8, "stop": ["no", "1_0", "2020-01-01"]})
+    config["data"]["evaluation"] = config["data"]["train"]
+    treadle.train(config)
+    assert treadle.evaluate(tmp_path / "run")["evaluation/greedy_failed"] == 0
+
+
+def test_a_model_that_cannot_be_written_is_named_and_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    config = settings(tmp_path, tiny_model)
+    treadle.train({**config, "steps": 1})
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "run" / "model").write_text("in the way")
+    with pytest.raises(RunError, match="model could not be written"):
+        treadle.train(config)
+    (tmp_path / "run" / "model").unlink()
+    assert treadle.train(config)["steps"] == 3
+
+
 def hostile(trajectory: treadle.Trajectory) -> float:
     raise ValueError("no such answer")
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from treadle.agents.single_turn import SingleTurn
-from treadle.algorithms.base import Algorithm, Role
+from treadle.algorithms.base import Algorithm, AlgorithmConfig, Role
 from treadle.config import dump, plugin_class
 from treadle.config import plain as plain_config
+from treadle.config.yaml_text import from_file
 from treadle.controller.device import LocalDevice
 from treadle.controller.local import LocalGroup
 from treadle.data.config import evaluation_source, train_source
@@ -82,8 +81,8 @@ def evaluate(
         if (Path(target) / "config.json").exists():
             raise ConfigError(f"{target} is a model; say under which configuration to evaluate it (--config FILE)")
         run = RunDirectory.existing(Path(target))
-        settings: dict[str, Any] = yaml.safe_load(run.config_text)
-        settings.pop("algorithm")  # a class of a notebook cannot be found again, nor is it needed
+        settings = from_file(run.config)
+        settings.pop("algorithm", None)  # a class of a notebook cannot be found again, nor is it needed
         if run.finished:
             settings["model"] = str(run.model)
         else:
@@ -205,9 +204,17 @@ class _Parts:
 
         aside = path.with_name(path.name + ".partial")
         shutil.rmtree(aside, ignore_errors=True)
-        save_pretrained(self.policy.model, aside, self.tokenizer)
-        shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
+        try:
+            save_pretrained(self.policy.model, aside, self.tokenizer)
+            if path.exists():
+                shutil.rmtree(path)
+            aside.rename(path)
+        except Exception as error:  # native code reports a full disk by errors of its own
+            shutil.rmtree(aside, ignore_errors=True)
+            raise RunError(
+                f"{path}: the trained model could not be written: {error}. Make room or move what is in the way; the same "
+                "command then goes on from the last checkpoint"
+            ) from error
 
 
 @asynccontextmanager
@@ -222,7 +229,8 @@ async def _parts(
         data = config.data.model_copy(update={"max_prompt_tokens": _room(config, context_length(config.model))})
         source = train_source(data, tokenizer, config.seed)
         held_out = evaluation_source(data, tokenizer)
-        scorer = await stack.enter_async_context(make_scorer(config.reward, reward and {function_name(reward): reward}))
+        given = {} if reward is None else {function_name(reward): reward}
+        scorer = await stack.enter_async_context(make_scorer(config.reward, given))
         device = LocalDevice(config.threads)
         stack.callback(device.close)
 
@@ -305,29 +313,53 @@ def _resolve(
     config: Settings, overrides: Sequence[str], algorithm: Algorithm | None, reward: RewardFunction | None
 ) -> RLConfig:
     """The whole configuration, in which what was given from Python has its name and its place."""
-    functions = {} if reward is None else {"functions": {function_name(reward): 1.0}}
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides is a list of texts, as [{overrides!r}]")
+    functions = {} if reward is None else {"functions": {_name_of(reward): 1.0}}
     path = Path(config) if isinstance(config, str | Path) else None
-    base: dict[str, Any] = {"reward": functions} if functions else {}
+    base: dict[str, Any] = {}
     if isinstance(config, RLConfig):
         base = plain_config(config)
     elif isinstance(config, Mapping):
-        base |= config
+        base = dict(config)
+    if functions and isinstance(base.get("reward", {}), Mapping):
+        base["reward"] = functions | base.get("reward", {})
     resolved = load_config(path, overrides, base)
     sections = {name: getattr(resolved, name) for name in RLConfig.model_fields}
     sections["reward"] = resolved.reward.model_copy(update=functions)
     if algorithm is not None:
-        if any(override.startswith("algorithm.") for override in overrides):
-            raise ConfigError("algorithm was given from Python as an object; change its configuration there")
-        name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
-        sections["algorithm"] = algorithm.config.model_copy(update={"name": name})
+        sections["algorithm"] = _named(algorithm, overrides)
     return load_config(None, base=sections)  # the rules between sections once more
+
+
+def _name_of(reward: RewardFunction) -> str:
+    if not callable(reward):
+        raise ConfigError(f"reward={reward!r:.80} is not a function; name one in the configuration, or give a callable")
+    return function_name(reward)
+
+
+def _named(algorithm: Algorithm, overrides: Sequence[str]) -> AlgorithmConfig:
+    """The configuration of an algorithm given from Python, under the class's name."""
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"algorithm={algorithm!r:.80} is not an Algorithm; give an instance, as MyAlgorithm()")
+    if not isinstance(vars(algorithm).get("config"), AlgorithmConfig):
+        raise ConfigError(f"{type(algorithm).__name__}.__init__ must call super().__init__(config)")
+    if any(override.startswith("algorithm.") for override in overrides):
+        raise ConfigError("algorithm was given from Python as an object; change its configuration there")
+    unknown = (algorithm.uses | algorithm.before_advantages | algorithm.before_loss) - set(get_args(Role))
+    missing = (algorithm.before_advantages | algorithm.before_loss) - algorithm.uses - {"policy"}
+    if unknown or missing:
+        raise ConfigError(
+            f"{type(algorithm).__name__}: roles {sorted(unknown)} do not exist, {sorted(missing)} are looked at but not in "
+            f"`uses`; there are {', '.join(get_args(Role))}"
+        )
+    name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
+    return algorithm.config.model_copy(update={"name": name})
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
     """Run to the end, also from a notebook, whose thread has an event loop that is already running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _inside_a_loop():
         return asyncio.run(main)
     outcome: Future[T] = Future()
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
@@ -353,3 +385,11 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
         raise
+
+
+def _inside_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -166,7 +166,7 @@ class Collector:
             if prompt is None:
                 return self._started.put_nowait(None)
             self._held[prompt.index] = prompt
-            requests = {f"{prompt.index}.{i}": r for i, r in enumerate(self.algorithm.requests(prompt))}
+            requests = {f"{prompt.index}.{i}": r for i, r in enumerate(self._requests(prompt))}
             self.record.issued(prompt, [(i, r.kind) for i, r in requests.items()], self._step)
             task = tasks.create_task(self._group(prompt, requests, self._version))
             self._own(task)
@@ -193,11 +193,26 @@ class Collector:
             groups.append(await task)
         return groups
 
+    def _requests(self, prompt: Prompt) -> list[Request]:
+        found = self.algorithm.requests(prompt)
+        if not isinstance(found, list) or not any(isinstance(r, Request) and r.kind is Kind.TRAIN for r in found):
+            name = type(self.algorithm).__name__
+            raise TrainingError(
+                f"{name}.requests returned {found!r:.80}; it must return a list with a Request to train"
+            )
+        return found
+
     def _verdict(self, group: Group) -> str | None:
         """Why a group is not trained, or None."""
         if not any(sample.kind is Kind.TRAIN for sample in group.usable):
             return "every sample failed"
-        return self.algorithm.keep(group)
+        why = self.algorithm.keep(group)
+        if why is not None and not isinstance(why, str):
+            name = type(self.algorithm).__name__
+            raise TrainingError(
+                f"{name}.keep returned {why!r:.80}; it must return None to keep a group, or say why not"
+            )
+        return why
 
     def _own(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)

@@ -39,8 +39,10 @@ def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statis
     failed = sum(s.failure is not None for g in groups for s in g.samples)
     asked = sum(len(g.samples) for g in groups)
     age = version - np.concatenate([t.version_T[t.version_T >= 0] for t in trajectories] or [np.empty(0, np.int32)])
+    reward, parts = _rewards(samples)
     return {
-        **_rewards("reward", samples),
+        "reward/mean": reward,
+        **{f"reward/{name}": part for name, part in parts.items()},
         "reward/equal_groups": Mean(sum(_equal(g) for g in groups), len(groups)),
         "response/tokens": Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories)),
         "response/tokens_max": Max(max((t.sampled_tokens for t in trajectories), default=0)),
@@ -60,19 +62,20 @@ def measure_evaluation(groups: Mapping[str, Sequence[Group]]) -> Statistics:
         trajectories = [t for s in samples for t in s.trajectories]
         asked = sum(len(g.samples) for g in found)
         statistics[f"evaluation/{way}_failed"] = Mean(asked - len(samples), asked)
-        statistics |= {f"evaluation/{way}{n.removeprefix('/mean')}": v for n, v in _rewards("", samples).items()}
+        mean, parts = _rewards(samples)
+        statistics[f"evaluation/{way}"] = mean
+        statistics |= {f"evaluation/{way}/{name}": part for name, part in parts.items()}
         statistics[f"evaluation/{way}_tokens"] = Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories))
     return statistics
 
 
-def _rewards(prefix: str, samples: Sequence[Sample]) -> Statistics:
+def _rewards(samples: Sequence[Sample]) -> tuple[Mean, dict[str, Mean]]:
+    """Mean reward over samples, and those of its parts where it has several."""
     rewards = [s.reward for s in samples if s.reward is not None]
     names = sorted({name for r in rewards for name in r.parts})
     parts = {name: [r.parts[name] for r in rewards if name in r.parts] for name in names}
-    return {
-        f"{prefix}/mean": Mean(sum(r.value for r in rewards), len(rewards)),
-        **{f"{prefix}/{name}": Mean(sum(values), len(values)) for name, values in parts.items() if len(names) > 1},
-    }
+    whole = Mean(sum(r.value for r in rewards), len(rewards))
+    return whole, {name: Mean(sum(found), len(found)) for name, found in parts.items() if len(names) > 1}
 
 
 def _equal(group: Group) -> bool:

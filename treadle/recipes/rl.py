@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.batch import Batch
+from treadle.errors import TrainingError
 from treadle.recipes.collect import Collector, Sampler, first, gather
 from treadle.recipes.evaluate import evaluate
 from treadle.recipes.measure import Stopwatch, measure_batch
@@ -77,6 +78,10 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
         if record.checkpoint_due(now.step) and now.saved != now.step:
             now = await save(system, now, collector.state(groups))
     collector.stop()
+    if now.step == 0:
+        raise TrainingError(
+            "the data ended and not one step was trained: every group failed or was filtered; `treadle inspect` shows why"
+        )
 
     if now.evaluated != now.step:
         now = await evaluate(config, system, now)
