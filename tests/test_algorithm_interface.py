@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from treadle.algorithms.clipping import clipped_surrogate
 from treadle.algorithms.grpo import GRPO, GRPOConfig
 from treadle.algorithms.ratio import ratio
 from treadle.batch import Batch, Counts
+from treadle.errors import TrainingError
 from treadle.handles import Loss, Outputs
 from treadle.types import Ended, Group, Kind, Prompt, Request, Reward, Sample
 
@@ -189,3 +191,32 @@ def test_gdpo_standardises_each_component_apart() -> None:
     assert batch.compact().advantage_T.tolist() == pytest.approx(  # type: ignore[union-attr]
         [0, 0, -math.sqrt(1.5), math.sqrt(1.5)], abs=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda batch: None, "a NoneType"),
+        (lambda batch: batch.reward_N, "a Tensor"),
+        (lambda batch: batch, "a Batch without advantage_T"),
+        (lambda batch: batch.replace(advantage_T=batch.reward_N), r"a Batch whose advantage_T has shape \(2,\)"),
+        (lambda batch: batch.replace(advantage_T=[1.0] * 4), "a Batch whose advantage_T is a list"),
+        (lambda batch: batch.replace(advantage_T=torch.ones(4), weight_T=torch.ones(4, 1)), r"weight_T has .*\(4, 1\)"),
+    ],
+)
+def test_advantages_that_cannot_be_used_name_their_class(made: Any, match: str) -> None:
+    class Mine(Algorithm):
+        def advantages(self, batch: Batch) -> Batch:
+            return made(batch)
+
+    with pytest.raises(TrainingError, match=rf"Mine\.advantages returned .*{match}; allowed: .* each of the 4 tokens"):
+        Mine().estimate(rewarded([1, 0]))
+
+
+def test_an_algorithm_without_its_methods_says_which() -> None:
+    batch = rewarded([1, 0])
+    with pytest.raises(TrainingError, match=r"Algorithm does not define advantages\(batch\)"):
+        Algorithm().estimate(batch)
+    for name in ("loss", "value_loss"):
+        with pytest.raises(TrainingError, match=rf"Algorithm does not define {name}\(batch, outputs\)"):
+            getattr(Algorithm(), name)(batch, Outputs())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batches import annotated, assert_same, batches, flat, group, groups, quick, rewarded, trajectory
+from treadle.agents.single_turn import SingleTurn
 from treadle.batch import Batch, Counts
 from treadle.errors import RewardError
-from treadle.types import Ended, Group, Kind, Reward, Sample
+from treadle.types import (
+    Completion,
+    Ended,
+    Group,
+    Kind,
+    Prompt,
+    Request,
+    Reward,
+    Sample,
+    SamplingParams,
+    TokenRequest,
+)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -242,3 +257,33 @@ def test_rows_without_an_advantage_have_no_signal() -> None:
     assert batch.signal_N.tolist() == [True, True, True, False]
     advantage_T = batch.expand(torch.tensor([0.0, 2.0, 0.0, 0.0]))
     assert batch.replace(advantage_T=advantage_T).mark_signal().signal_N.tolist() == [True, False, False, False]
+
+
+def test_who_judges_a_trajectory_cannot_rewrite_it() -> None:
+    extras = {"extras_T": {"routing": np.ones((3, 2))}, "extras_N": {"level": np.array([1.0])}}
+    judged = trajectory("pss", 1.0, **extras)  # type: ignore[arg-type]
+    arrays = (judged.token_T, judged.provenance_T, judged.logprob_T, judged.version_T)
+    for array in (*arrays, judged.extras_T["routing"], judged.extras_N["level"]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    copy = pickle.loads(pickle.dumps(judged))  # as it goes to a reward's process
+    assert copy.token_T.tolist() == [100, 101, 102]
+    batch = Batch.pack([group(0, [judged])])
+    batch.token_T[0] = 7  # a batch has memory of its own
+    assert judged.token_T.tolist() == [100, 101, 102]
+
+
+def test_the_messages_of_a_sample_are_its_own() -> None:
+    class Rollout:
+        async def generate(self, request: TokenRequest) -> Completion:
+            return Completion(np.array([8]), np.array([-0.1], np.float32), np.array([0], np.int32), "stop")
+
+    class Decoder:
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "5"
+
+    prompt = Prompt("test:1", 0, ({"role": "user", "content": "2 + 3?"},), (1,))
+    agent: Any = SingleTurn(Decoder(), SamplingParams(), seed=0)
+    [judged] = asyncio.run(agent(Request(prompt), "0.0", Rollout()))
+    judged.messages[0]["content"] = "1 + 1?"
+    assert prompt.messages[0]["content"] == "2 + 3?"

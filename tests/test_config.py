@@ -18,6 +18,7 @@ from treadle.algorithms.base import AlgorithmConfig
 from treadle.config import Config, dump, key, leaves, load, plugin, plugin_class
 from treadle.config.yaml_text import from_text, to_text
 from treadle.errors import ConfigError
+from treadle.recipes.config import RLConfig
 
 
 class Optimizer(Config):
@@ -174,6 +175,10 @@ def test_several_mistakes_are_listed_together() -> None:
         assert f"\n- {name}" in message
 
 
+def test_a_number_that_python_does_not_spell() -> None:
+    assert mistake(base={"seed": -(10**5000)}).startswith("seed: -0x")
+
+
 def test_an_override_through_what_is_no_section() -> None:
     assert "seed is 1, not a section" in mistake("seed=1", "seed.x=2")
     assert "give the whole list, stops=[…]" in mistake("stops=[a]", "stops.0=b")
@@ -223,6 +228,54 @@ def test_aliases_that_multiply_are_harmless(tmp_path: Path) -> None:
     lines = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40)]
     (tmp_path / "c.yaml").write_text("\n".join([*lines, "seed: *a39"]))
     assert "seed" in mistake(path=tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("base", "start"),
+    [
+        ({"title": "a\0b"}, r"title: 'a\x00b'"),
+        ({"title": "\ud800"}, "title: "),
+        ({"stops": ["a", "\0"]}, r"stops: '\x00'"),
+        ({"weights": {"\0": 1.0}}, r"weights: '\x00'"),
+        ({"optimizer": {"folder": "a\0b"}}, r"optimizer.folder: 'a\x00b'"),
+        ({"optimizer": {"folder": Path("a\udcff")}}, r"optimizer.folder: 'a\udcff'"),
+        ({"\ud800": 1}, r'the config: "\ud800": '),
+        ({"algorithm": {"name": "a\0:b"}}, "algorithm.name: "),
+    ],
+)
+def test_text_that_no_file_takes(base: dict[str, Any], start: str) -> None:
+    message = mistake(base=base)
+    assert message.startswith(start)
+    assert message.encode()  # it can be printed and written itself
+
+
+RUN = ["model=m", "steps=10", "run.dir=r", "reward.functions={number: 1}", "data.train={name: jsonl, path: p}"]
+RUN += ["algorithm={name: ppo, kl_coefficient: 0.1, kl_target: 1}", "threads=1"]
+NUMBERS = [name for name, value, _ in leaves(load(RLConfig, None, RUN)) if type(value) in (int, float)]
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if not name.startswith(("data.", "run.", "rollout."))])
+def test_numbers_beyond_reason_are_refused_with_their_range(name: str) -> None:
+    for value in (10**10, 10**400):
+        with pytest.raises(ConfigError, match=rf"^{name}: 10000.* give a (whole )?number [^(]*[≤<] "):
+            load(RLConfig, None, [*RUN, f"{name}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sampling.temperature=0.001"], "sampling.temperature: 0.001 is not allowed; give a number ≥ 0.01 and ≤ 100"),
+        (["sampling.stop=['']"], "sampling.stop[0]"),
+        (
+            ["algorithm={name: ppo, critic_warmup_steps: 10}"],
+            "algorithm.critic_warmup_steps=10 leaves none of steps=10 to train the policy; 0 to 9 are possible",
+        ),
+    ],
+)
+def test_a_run_that_could_not_work(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(RLConfig, None, [*RUN, *overrides])
+    assert words in str(error.value)
 
 
 # ---------------------------------------------------------------------- plug-ins of the user

@@ -236,10 +236,19 @@ def test_messages_without_chat(plain: Renderer) -> None:
         plain([{"role": "user", "content": "x"}], "d:1")
 
 
-def test_a_template_that_refuses_names_the_row(tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1/0 }}", "division by zero"),
+        ("{{ messages[9].content }}", "has no element 9"),
+        ("{% for %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_names_the_row(tiny_model: Path, template: str, words: str) -> None:
     strict = AutoTokenizer.from_pretrained(tiny_model)
-    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"d:7: .*roles must alternate"):
+    strict.chat_template = template
+    with pytest.raises(DataError, match=rf"d:7: the tokenizer's chat template refuses these messages: .*{words}"):
         Renderer(strict, chat=True, max_tokens=10)("x", "d:7")
 
 
@@ -250,6 +259,23 @@ def test_a_prompt_without_tokens(tiny_model: Path) -> None:
         Renderer(empty, chat=True, max_tokens=10)("x", "d:7")
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_a_text_far_too_long_only_the_beginning_is_encoded(
+    tokenizer: Any, chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **keys: (encoded.append(len(text)), encode(text, **keys))[1], raising=False
+    )
+    render = Renderer(tokenizer, chat=chat, max_tokens=10)
+    assert len(render("x" * 1_000_000, "row")[1]) > 10
+    assert encoded == [640]
+    monkeypatch.setattr("treadle.data.rendering._LONGEST", 2)  # as if this vocabulary's tokens were shorter than this
+    found = Renderer(tokenizer, chat=chat, max_tokens=60)("<|assistant|>" * 52, "row")[1]
+    assert tokenizer.decode(found).count("<|assistant|>") == 52 + chat  # the beginning would fit: all of it is encoded
+
+
 def test_long_prompts_are_kept_out_counted_and_reported_once(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = Few(6, Renderer(tokenizer, chat=False, max_tokens=2), Order(epochs=2))
     with caplog.at_level(logging.WARNING):
@@ -258,7 +284,7 @@ def test_long_prompts_are_kept_out_counted_and_reported_once(tokenizer: Any, cap
     assert [p.index for p in found] == [0, 1, 2, 3]
     assert source.skipped == {TOO_LONG: 8}
     assert [r.getMessage() for r in caplog.records] == [
-        "row:2: the prompt has 3 tokens, more than data.max_prompt_tokens=2: it is kept out, and others like it"
+        "row:2: the prompt has 3 tokens or more, over data.max_prompt_tokens=2: it is kept out, and others like it"
     ]
 
 

@@ -30,6 +30,7 @@ from transformers import (
 from tests.engine_help import make_batch, ppo, value_regression
 from treadle.attention import install
 from treadle.batch import Batch
+from treadle.engines.torch import model as models
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.gradient import accumulate, scan
@@ -204,11 +205,29 @@ def test_what_cannot_be_trained_is_refused(tiny_model: Path) -> None:
         engine.logprobs(batch.replace(temperature_N=torch.zeros(4)))
     with pytest.raises(ValueError, match="nothing before it"):
         engine.logprobs(batch.replace(mask_T=torch.ones_like(batch.mask_T)))
-    shapeless = Objective(lambda _, outputs: Loss([Term(outputs.logprob_T.mean())]))  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="one value for each"):
-        engine.step(batch, shapeless)
     with pytest.raises(ValueError, match="not trainable"):
         engine_of(tiny_model, trainable=False).step(batch, ppo())
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda x: None, "a NoneType; allowed: a Loss"),
+        (lambda x: Loss([]), "a Loss without terms"),
+        (lambda x: Loss([x.mean()]), r"term 0 has shape \(\); allowed: .* each of the 7 trained tokens"),
+        (lambda x: Loss([Term(x), Term(x[:-1])]), r"term 1 has shape \(6,\)"),
+        (lambda x: Loss([Term(0.5)]), "term 0 has type float"),  # type: ignore[arg-type]
+        (lambda x: Loss([Term(x)], metrics={"kl": x.mean()}), r"metric kl has shape \(\)"),
+        (lambda x: Loss([Term(x)], peaks={"ratio": x[None]}), r"peak ratio has shape \(1, 7\)"),
+        (lambda x: Loss([Term(x.detach())]), "a Loss without gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_names_its_function(tiny_model: Path, made: Any, match: str) -> None:
+    def my_loss(_: Batch, outputs: Outputs) -> Loss:
+        return made(outputs.logprob_T)
+
+    with pytest.raises(TrainingError, match=rf"my_loss returned .*{match}"):
+        engine_of(tiny_model).step(make_batch([(3, 5), (2, 2)]), Objective(my_loss))
 
 
 # ---------------------------------------------------------------------- optimizer
@@ -424,6 +443,8 @@ def test_models_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
     refused(tmp_path, r"has no config\.json")
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "no model directory")
+    for long in ("x" * 300, "/" + "x" * 300):
+        refused(long, "no model directory")
     with pytest.raises(ModelError, match="no model directory"):
         load_tokenizer("nowhere/at/all")
 
@@ -436,11 +457,76 @@ def test_damaged_models_are_refused(tiny_model: Path, tmp_path: Path) -> None:
         load_tokenizer(str(path))
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(weights[:-100])
-    refused(path, "weights cannot be loaded")
+    refused(path, "its weights .*cannot be loaded")
     (path / "model.safetensors").unlink()
-    refused(path, "weights cannot be loaded")
+    refused(path, "its weights .*cannot be loaded")
     (path / "config.json").write_text("{")
     refused(path, r"config\.json cannot be used")
+
+
+def edited(tiny_model: Path, path: Path, name: str, change: Any) -> str:
+    """A copy of the model in which one file says something else: some keys, or everything."""
+    shutil.copytree(tiny_model, path)
+    content = json.loads((path / name).read_text()) | change if change else change
+    (path / name).write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({}, "model_type"),
+        ([], "model_type"),
+        ({"model_type": "nope"}, "`nope`"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"num_hidden_layers": "x"}, "'num_hidden_layers' expected int"),
+        ({"vocab_size": 10}, "Padding_idx"),
+        ({"hidden_act": "zz"}, "KeyError: 'zz'"),
+    ],
+)
+def test_a_senseless_configuration_is_named(tiny_model: Path, tmp_path: Path, change: Any, match: str) -> None:
+    path = edited(tiny_model, tmp_path / "model", "config.json", change)
+    refused(path, rf"model '{path}': its config\.json cannot be used: .*{match}")
+    for read in (models.context_length, load_tokenizer) if match not in ("Padding_idx", "KeyError: 'zz'") else ():
+        with pytest.raises(ModelError, match=rf"its config\.json cannot be used: .*{match}"):
+            read(path)  # those two show only when the model is built
+
+
+def test_a_senseless_tokenizer_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        with pytest.raises(ModelError, match="has no tokenizer that can be loaded"):
+            load_tokenizer(edited(tiny_model, tmp_path / name, name, []))
+
+
+def test_end_tokens_are_the_models_and_the_tokenizers(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    path = edited(tiny_model, tmp_path / "model", "generation_config.json", {"eos_token_id": "x"})
+    model = load_model(path, "float32")
+    for configured in ("x", [256, 1.5], 999, -1, [[256]]):
+        model.generation_config.eos_token_id = configured
+        with pytest.raises(
+            ModelError, match=rf"'{path}': eos_token_id .*json is .*; allowed: a token id from 0 to 287"
+        ):
+            models.end_tokens(model, tokenizer)
+    for configured, expected in ((256, (256,)), ([7, 256], (7, 256)), (3, (3, 256)), (None, (256,))):
+        model.generation_config.eos_token_id = configured
+        assert models.end_tokens(model, tokenizer) == expected
+
+
+def test_vocabularies_must_fit(tiny_model: Path) -> None:
+    small, policy = random_model(LlamaConfig), load_model(str(tiny_model), "float32")
+    tokenizer = load_tokenizer(str(tiny_model))
+    models.check_vocabulary(policy, policy, tokenizer, "reference")
+    models.check_vocabulary(small, small, tokenizer, "reference")
+    with pytest.raises(ModelError, match=rf"the critic '.*' has a vocabulary of 128 .* policy '{tiny_model}' uses 262"):
+        models.check_vocabulary(policy, small, tokenizer, "critic")
+
+
+def test_weights_that_are_not_finite_are_named_as_such() -> None:
+    model = random_model(LlamaConfig)
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    with pytest.raises(ModelError, match="LlamaForCausalLM: the model's own logits are not finite"):
+        TorchEngine(model, Config(), total_steps=1)
 
 
 def test_incomplete_and_foreign_models_are_refused(tmp_path: Path) -> None:

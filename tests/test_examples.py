@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +45,23 @@ def test_an_algorithm_of_ones_own_is_under_40_lines_and_learns(checkout: Path) -
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
 
 
-def test_held_out_sums_are_in_no_order_part_of_the_training_data() -> None:
-    import json
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs_as_it_stands(checkout: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (checkout / "snippet.py").write_text(block)
+        run(checkout, "snippet.py")
+    assert metrics(checkout / "runs" / "brevity")[-1]["policy/grad_norm"] > 0
 
+
+def test_the_files_that_the_readme_links_to_are_there() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_held_out_sums_are_in_no_order_part_of_the_training_data() -> None:
     def pairs(name: str) -> set[frozenset[str]]:
         rows = (ROOT / "examples" / "addition" / name).read_text().splitlines()
         return {frozenset(json.loads(row)["id"].split("+")) for row in rows}

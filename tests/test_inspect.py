@@ -10,9 +10,10 @@ from rich.console import Console
 
 from tests.run_writer import CONFIG, batch_of, issue, prompt, record, statistics, trajectory
 from treadle.errors import RunError
-from treadle.inspector.terminal import show
+from treadle.inspector.terminal import conclude, show
 from treadle.runs.config import RunConfig
 from treadle.runs.directory import RunDirectory
+from treadle.runs.metrics import JsonLines
 from treadle.runs.progress import Progress
 from treadle.runs.recorder import Recorder
 from treadle.types import Group, Kind, Sample
@@ -61,3 +62,37 @@ def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
         screen(tmp_path)
     with pytest.raises(RunError, match="does not exist"):
         screen(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="limit=-1"):
+        screen(tmp_path, limit=-1)
+
+
+def test_the_end_of_a_training_is_told_in_words_and_whole_paths(tmp_path: Path) -> None:
+    path = tmp_path / ("long" * 40)
+    RunDirectory.open(path, CONFIG).close()
+    rows = JsonLines(path / "evaluations.jsonl")
+    ways = ("evaluation/greedy", "evaluation/sampled")
+    names = [way + what for way in ways for what in ("", "/format", "_failed", "_tokens")]
+    rows.append(0, {**dict.fromkeys(names, 0.25), "evaluation/greedy": None, "evaluation/greedy_failed": 0.0})
+    rows.append(9, {**dict.fromkeys(names, 1 / 3), "evaluation/greedy_failed": 0.0})
+    rows.close()
+    file = StringIO()
+    conclude(path, Console(file=file, width=60))
+    table, where = file.getvalue().split("curves  ")
+    assert [" ".join(line.split()) for line in table.splitlines()] == [
+        "held-out before after change",
+        "sampled reward 0.250 0.333 +0.083",
+        "sampled reward: format 0.250 0.333 +0.083",
+        "greedy reward – 0.333 –",
+        "greedy reward: format 0.250 0.333 +0.083",
+        "sampled tokens 0.250 0.333 +0.083",
+        "greedy tokens 0.250 0.333 +0.083",
+        "sampled failed 0.250 0.333 +0.083",
+    ]
+    assert where.splitlines() == [
+        f"{path}/curves.png",
+        f"model   {path}/model",
+        f"Next: treadle inspect {path} shows metrics, books and samples.",
+    ]
+    text = screen(path)
+    assert "sampled failed" in text
+    assert "greedy failed" not in text

@@ -333,7 +333,7 @@ def test_what_an_algorithm_says_of_a_group_is_checked() -> None:
 def test_data_of_which_nothing_trains_are_an_error_and_no_finished_run() -> None:
     algorithm = Plain(AlgorithmConfig(group_size=GROUP))
     algorithm.drop = lambda group: True
-    with pytest.raises(TrainingError, match="not one step"):
+    with pytest.raises(TrainingError, match="no step was trained"):
         loop(World(prompts=7), algorithm=algorithm)
 
 

@@ -1,4 +1,4 @@
-"""Rewards: what counts as one, several together, worker processes that hang, die and print, the shipped functions."""
+"""Rewards: what counts as one, several together, worker processes that hang, die and print."""
 
 from __future__ import annotations
 
@@ -20,42 +20,38 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.config import dump, load, resolve
+from tests.reward_help import score_many, trajectory
+from treadle.config import dump, load
 from treadle.config.yaml_text import from_text
 from treadle.errors import ConfigError, RewardError
 from treadle.rewards.scorer import RewardConfig, function_name, make_scorer
-from treadle.types import Ended, Prompt, Reward, Trajectory
+from treadle.types import Reward, Trajectory
 
-ALLOWED = "allowed: a finite number, or treadle.Reward"
+ALLOWED = "allowed: a number of at most ±1e+06, or treadle.Reward"
 
 
-def trajectory(response: str = "", answer: Any = None, turns: int = 1, **metadata: Any) -> Trajectory:
-    sampled = 1 + np.arange(turns)
-    return Trajectory(
-        prompt=Prompt("d.jsonl:7", 0, (), (5,), answer, metadata),
-        token_T=np.arange(turns + 1),
-        provenance_T=np.array([0] + [1] * turns, np.uint8),
-        logprob_T=np.zeros(turns + 1, np.float32),
-        version_T=np.zeros(turns + 1, np.int32),
-        turn_ends=tuple(sampled.tolist()),
-        ended=Ended.TRUNCATED,
-        messages=({"role": "assistant", "content": response},),
-    )
+class Broken:
+    """Offers itself as a number and fails where it is looked at."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __float__(self) -> float:
+        if self.where == "float":
+            raise OSError("no float")
+        return 1.0
+
+    @property
+    def ndim(self) -> int:
+        return int(self.where == "repr")
+
+    def __repr__(self) -> str:
+        raise OSError("no repr")
 
 
 def score(function: Callable[..., Any], what: Trajectory | None = None, **config: Any) -> Reward:
     """One call of one function through a scorer."""
     return score_many({"m:f": function}, {"m:f": 1.0}, what or trajectory(), **config)
-
-
-def score_many(
-    functions: dict[str, Callable[..., Any]], weights: dict[str, float], what: Trajectory, **config: Any
-) -> Reward:
-    async def run() -> Reward:
-        async with make_scorer(RewardConfig(functions=weights, **config), functions) as scorer:
-            return await scorer(what)
-
-    return asyncio.run(run())
 
 
 def fault(function: Callable[..., Any], what: Trajectory | None = None, **config: Any) -> str:
@@ -121,6 +117,14 @@ def test_numbers(value: Any, number: float) -> None:
         (float("nan"), "it is nan, not finite"),
         (np.float64("inf"), "it is inf, not finite"),
         (10**400, "it is inf, not finite"),
+        (1.0001e6, "it is 1.0001e+06, too large"),
+        (Reward(0.0, turns=(-2e6, 2e6)), "Reward.turns[0] is -2e+06, too large"),
+        (np.array("abc"), "it is array('abc', dtype='<U3') (ndarray), not a number"),
+        (np.array(1 + 2j), "it is array(1.+2.j) (ndarray), not a number"),
+        (Decimal("sNaN"), "it is a Decimal that cannot be read (ValueError: cannot convert signaling NaN to float)"),
+        (Broken("float"), "it is a Broken that cannot be read (OSError: no float)"),
+        (Broken("repr"), "it is a Broken that cannot be read (OSError: no repr)"),
+        (Reward(1.0, {"\ud800": 1.0}), r"the name '\ud800' in Reward.parts is not UTF-8 text"),
         (Reward(float("nan")), "Reward.value is nan"),
         (Reward(None), "Reward.value is None"),  # type: ignore[arg-type]
         (Reward(1.0, {"style": float("nan")}), "Reward.parts['style'] is nan"),
@@ -148,6 +152,9 @@ def test_what_is_no_reward_is_an_error_at_once(value: Any, words: str) -> None:
 def test_a_worker_judges_alike() -> None:
     assert "it is None" in fault(in_main("def f(t): return None"))
     assert "it is nan" in fault(in_main("def f(t): return float('nan')"))
+    assert "cannot be read (ValueError: cannot" in fault(
+        in_main("def f(t):\n import decimal\n return decimal.Decimal('sNaN')")
+    )
     assert score(in_main("def f(t):\n import numpy\n return numpy.float32(0.5)")).value == 0.5
     assert score(in_main("def f(t):\n from treadle.types import Reward\n return Reward(1.0, {'x': 2})")) == Reward(
         1.0, {"m:f": 1.0, "m:f/x": 2.0}
@@ -170,6 +177,15 @@ def test_several_rewards_add_up_with_their_weights_and_land_on_turns() -> None:
     assert no_turns == Reward(9.5, {"m:turn": 5.0, "m:whole": 5.0})
 
 
+@pytest.mark.parametrize("value", [1e6, Reward(1e6, turns=(4e5, 6e5))])
+def test_weights_that_make_a_reward_huge(value: Any) -> None:
+    async def f(_: Trajectory) -> Any:
+        return value
+
+    with pytest.raises(RewardError, match=r"\['m:f'\] of prompt 'd.jsonl:7': the weighted sum .* too large; allowed:"):
+        score_many({"m:f": f}, {"m:f": 1e6}, trajectory(turns=2))
+
+
 # ---------------------------------------------------------------------- failures of the world outside
 
 
@@ -179,6 +195,38 @@ def test_one_that_raises(function: Callable[..., Any]) -> None:
     assert "failed 2 times; the last time it raised\nTraceback" in message
     assert message.rstrip().endswith("KeyError: 'lost'")
     assert "in f" in message
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_an_async_one_that_raises_what_ends_programs(ending: type[BaseException]) -> None:
+    async def f(_: Trajectory) -> float:
+        raise ending
+
+    message = fault(f, retries=1)
+    assert "failed 2 times; the last time it raised\nTraceback" in message
+    assert message.rstrip().endswith(ending.__name__)
+
+
+def test_a_cancelled_async_call_ends_whatever_the_function_makes_of_it() -> None:
+    calls = []
+
+    async def f(_: Trajectory) -> float:
+        calls.append(1)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise SystemExit
+
+    async def run() -> None:
+        async with make_scorer(RewardConfig(functions={"m:f": 1.0}), {"m:f": f}) as scorer:
+            call = asyncio.create_task(scorer(trajectory()))
+            await asyncio.sleep(0.05)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(run())
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -269,6 +317,25 @@ def test_printing_and_reading_do_not_disturb_the_frames(capfd: pytest.CaptureFix
     captured = capfd.readouterr()
     assert captured.out == ""
     assert all(f"said by {who}" in captured.err for who in ("print", "write", "a child"))
+
+
+def test_one_that_forks_and_returns_twice() -> None:
+    async def two(pretend: str) -> list[float]:
+        """The rewards of two answers of different length from one worker."""
+        function = in_main(f"""
+            import os
+            def f(t):
+                own = os.getpid()
+                if os.fork() == 0: {pretend}
+                return len(t.response)
+        """)
+        config = RewardConfig(functions={"m:f": 1.0}, workers=1, retries=0)
+        async with make_scorer(config, {"m:f": function}) as scorer:
+            return [(await scorer(trajectory(text))).value for text in ("a", "bb", "ccc")]
+
+    assert asyncio.run(two("pass")) == [1.0, 2.0, 3.0]
+    with pytest.raises(RewardError, match="gave the answer to another call"):
+        asyncio.run(two("os.getpid = lambda: own"))
 
 
 def test_workers_run_side_by_side_and_are_kept() -> None:
@@ -434,6 +501,10 @@ def test_the_short_form_and_a_dump() -> None:
         ("functions={my.module.fn: 1}", ["did you mean my.module:fn (a colon)?"]),
         ("functions={}", ["functions", "at least 1 long"]),
         ("functions={number: x}", ["functions.number"]),
+        ("functions={number: -1.1e6}", ["functions: the weight of 'number' is -1.1e+06; allowed: -1e+06 to 1e+06"]),
+        ("functions={number: .inf}", ["functions.number"]),
+        (f"retries={10**400}", ["retries: 1000", "≤ 100"]),
+        (f"workers={10**400}", ["workers: 1000", "≤ 1024"]),
         ("timeout_s=0", ["timeout_s: 0", "a number > 0"]),
         ("max_failed=2", ["max_failed: 2", "≤ 1"]),
         ("retries=-1", ["retries: -1"]),
@@ -463,94 +534,3 @@ def test_a_function_by_its_dotted_path(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "users_reward.py").write_text("def length(t):\n    return len(t.response)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert score_many({}, {"users_reward:length": 2.0}, trajectory("abc")).value == 6.0
-
-
-@pytest.mark.parametrize(("name", "package"), [("math", "math_verify"), ("reasoning_gym", "reasoning_gym")])
-def test_a_missing_package_names_the_extra(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, f"treadle.rewards.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=r"pip install 'treadle\[tasks\]'"):
-        make_scorer(RewardConfig(functions={name: 1.0}))
-
-
-# ---------------------------------------------------------------------- shipped functions
-
-
-def shipped(name: str) -> Callable[[Trajectory], float]:
-    return resolve(name, "treadle.rewards", r"^def reward\(").reward
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "value"),
-    [
-        ("The answer is 5.", "5", 1),
-        ("2 + 3 = 5", 5, 1),
-        ("2 + 3 = 5", 5.0, 1),
-        ("it is 5.0", "5", 1),
-        ("10-5", "5", 1),
-        ("x = -5", "-5", 1),
-        ("x = −5", -5, 1),
-        ("5", "-5", 0),
-        ("1,234,567", 1234567, 1),
-        ("1,234", "1,234", 1),
-        ("1,2,3", 3, 1),
-        ("0.1", 0.1, 1),
-        ("5 or 6", 5, 0),
-        ("five", 5, 0),
-        ("", 5, 0),
-        ("$12.50", "12.5", 1),
-        ("9" * 5000, "9" * 5000, 1),
-    ],
-)
-def test_number(response: str, answer: Any, value: float) -> None:
-    assert shipped("number")(trajectory(response, answer)) == value
-
-
-@pytest.mark.parametrize("answer", [None, "five", "nan", "Infinity", [5], True])
-def test_number_with_an_answer_that_is_none(answer: Any) -> None:
-    with pytest.raises(ValueError, match="is not a number"):
-        shipped("number")(trajectory("5", answer))
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "value"),
-    [
-        (r"so $\boxed{\frac{1}{2}}$", "1/2", 1),
-        (r"so $\boxed{0.5}$", r"\frac{1}{2}", 1),
-        ("The answer is $x^2 + 2x + 1$", "(x+1)^2", 1),
-        (r"$\boxed{3}$", r"$\sqrt{9}$", 1),
-        (r"$\boxed{4}$", 3, 0),
-        ("no idea", 3, 0),
-        ("", 3, 0),
-    ],
-)
-def test_math(response: str, answer: Any, value: float) -> None:
-    assert shipped("math")(trajectory(response, answer)) == value
-
-
-def test_math_runs_in_a_worker() -> None:
-    assert score_many({}, {"math": 1.0}, trajectory(r"$\boxed{1/2}$", "0.5")).value == 1.0
-
-
-def test_math_with_an_answer_that_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match="cannot be read as mathematics"):
-        shipped("math")(trajectory("5", ""))
-
-
-def test_fraction() -> None:
-    assert shipped("fraction")(trajectory("aabb")) == 0.5
-    assert shipped("fraction")(trajectory("")) == 0.0
-
-
-def test_reasoning_gym() -> None:
-    import reasoning_gym
-
-    options = {"min_terms": 2, "max_terms": 2}
-    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3, **options)[0]
-    problem = {"family": "chain_sum", "options": options, "entry": entry}
-    verify = shipped("reasoning_gym")
-    assert verify(trajectory(f"<answer>1</answer> no: <answer> {entry['answer']} </answer>", **problem)) == 1.0
-    assert verify(trajectory(f" {entry['answer']}\n", **problem)) == 1.0
-    assert verify(trajectory("nothing", **problem)) < 0.1
-    with pytest.raises(ValueError, match="not one of the source `reasoning_gym`"):
-        verify(trajectory("5"))

@@ -384,8 +384,11 @@ def test_two_runs_in_one_directory(tiny_model: Path, tmp_path: Path) -> None:
 def test_interrupted_it_ends_cleanly_with_the_books_balanced(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=100_000, max_staleness=1))
     process = started(path, tmp_path / "run", 2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "same command" in err
     assert "Traceback" not in err

@@ -180,8 +180,10 @@ class _Parts:
     learners: dict[Role, TrainedHandle]
 
     def agent(self, drawn: SamplingConfig | EvaluationConfig) -> SingleTurn:
-        end_tokens = _end_tokens(self.policy.model, self.tokenizer)
-        params = drawn.params(self.config.sampling.max_tokens, self.config.sampling.stop, end_tokens)
+        from treadle.engines.torch.model import end_tokens
+
+        ends = end_tokens(self.policy.model, self.tokenizer)
+        params = drawn.params(self.config.sampling.max_tokens, self.config.sampling.stop, ends)
         return SingleTurn(self.tokenizer, params, self.config.seed)
 
     def publisher(self) -> LocalPublisher:
@@ -212,8 +214,8 @@ class _Parts:
         except Exception as error:  # native code reports a full disk by errors of its own
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
-                f"{path}: the trained model could not be written: {error}. Make room or move what is in the way; the same "
-                "command then goes on from the last checkpoint"
+                f"{path}: the trained model could not be written: {error}. Make room or move what is in the way; the "
+                "same command then goes on from the last checkpoint"
             ) from error
 
 
@@ -222,7 +224,7 @@ async def _parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[_Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import context_length, load_model, load_tokenizer
+    from treadle.engines.torch.model import check_vocabulary, context_length, load_model, load_tokenizer
 
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model)
@@ -243,6 +245,8 @@ async def _parts(
             if "critic" in algorithm.uses:
                 model = config.critic.model or config.model
                 engines["critic"] = _trainer(config, model, config.critic.trainer, head="value")
+            for role, engine in engines.items():
+                check_vocabulary(engines["policy"].model, engine.model, tokenizer, role)
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
             shared = config.max_staleness == 0
             return engines, engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
@@ -299,13 +303,6 @@ def _engine(kind: Literal["engines", "rollout"], name: str) -> Any:
     return import_module(f"treadle.{kind}.{name}.engine").Engine
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends an answer: what the model's generation configuration says, and the tokenizer's."""
-    configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list) else [configured]
-    return tuple(sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None}))
-
-
 # ---------------------------------------------------------------------- calling from anywhere
 
 
@@ -350,8 +347,8 @@ def _named(algorithm: Algorithm, overrides: Sequence[str]) -> AlgorithmConfig:
     missing = (algorithm.before_advantages | algorithm.before_loss) - algorithm.uses - {"policy"}
     if unknown or missing:
         raise ConfigError(
-            f"{type(algorithm).__name__}: roles {sorted(unknown)} do not exist, {sorted(missing)} are looked at but not in "
-            f"`uses`; there are {', '.join(get_args(Role))}"
+            f"{type(algorithm).__name__}: no roles are {sorted(unknown)}, and {sorted(missing)} are looked at but not "
+            f"in `uses`; allowed: {', '.join(get_args(Role))}"
         )
     name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
     return algorithm.config.model_copy(update={"name": name})

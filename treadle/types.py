@@ -130,7 +130,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What one agent run produced, token by token.
+    """What one agent run produced, token by token. Its arrays become read-only: who judges it cannot rewrite it.
 
     Prompt `[5, 6]`, sampled `[7, 8]`, a tool's answer `[9]`, sampled `[2]`::
 
@@ -155,6 +155,11 @@ class Trajectory:
     branch_of: int | None = None  # this one rewrote the history of that trajectory of its sample
     extras_T: Mapping[str, np.ndarray] = field(default_factory=dict)  # [T, …], e.g. expert routing
     extras_N: Mapping[str, np.ndarray] = field(default_factory=dict)  # […] for the whole trajectory
+
+    def __post_init__(self) -> None:
+        arrays = (self.token_T, self.provenance_T, self.logprob_T, self.version_T)
+        for array in (*arrays, *self.extras_T.values(), *self.extras_N.values()):
+            array.flags.writeable = False
 
     @property
     def response(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +24,8 @@ class Decoder(Protocol):
 
 
 class SingleTurn:
-    """The policy answers once; what it sampled is the trajectory."""
+    """The policy answers once; what it sampled is the trajectory. Its messages are its own: a reward that changes them
+    changes no other sample's."""
 
     def __init__(self, decoder: Decoder, sampling: SamplingParams, seed: int) -> None:
         self._decoder = decoder
@@ -57,7 +59,7 @@ class SingleTurn:
             turn_ends=(before + sampled - 1,) if sampled else (),
             ended=Ended.TERMINATED if completion.finish == "stop" else Ended.TRUNCATED,
             extras_T={name: _after(before, extra_C) for name, extra_C in completion.extras_C.items()},
-            messages=(*prompt.messages, {"role": "assistant", "content": text}),
+            messages=(*deepcopy(prompt.messages), {"role": "assistant", "content": text}),
             temperature=params.temperature,
         )
 

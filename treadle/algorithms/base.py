@@ -7,16 +7,17 @@ masked positions cannot reach it. The loop never asks which algorithm it runs; i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
+from treadle.batch import Batch
 from treadle.config import Config, key
+from treadle.errors import TrainingError
 from treadle.handles import Aggregate, Loss, Outputs, Quantity, Term
 from treadle.types import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from treadle.batch import Batch
     from treadle.types import Group, Prompt
 
 Role = Literal["policy", "reference", "critic"]
@@ -26,11 +27,14 @@ class AlgorithmConfig(Config):
     """Keys that every algorithm has."""
 
     name: str = key("module of treadle.algorithms, or my.module:Class", default="grpo")
-    group_size: int = key("samples asked of each prompt", default=8, ge=1)
+    group_size: int = key("samples asked of each prompt", default=8, ge=1, le=2**16)
     aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
-    constant_length: int = key("L of aggregate=constant, tokens", default=1024, ge=1)
-    minibatches: int = key("optimizer steps per batch", default=1, ge=1)
-    epochs: int = key("passes over each batch", default=1, ge=1)
+    constant_length: int = key("L of aggregate=constant, tokens", default=1024, ge=1, le=2**31)
+    minibatches: int = key("optimizer steps per batch", default=1, ge=1, le=2**20)
+    epochs: int = key("passes over each batch", default=1, ge=1, le=2**16)
+
+    def check_run(self, steps: int) -> None:
+        """Raises ValueError that names both keys where a key of the algorithm does not fit the run's `steps`."""
 
 
 class Algorithm:
@@ -75,9 +79,11 @@ class Algorithm:
         """`advantages` on the trained tokens of a full batch, and rows without signal marked.
 
         Not marked where a pass over the policy or the reference came before: later passes must be cut the same way, or
-        ratio and KL of equal weights would differ from 1 and 0 in their last bits.
+        ratio and KL of equal weights would differ from 1 and 0 in their last bits. Raises TrainingError for a result
+        that is not the batch with an advantage for each token.
         """
-        batch = batch.expanded(self.advantages(batch.compact()))
+        compact = batch.compact()
+        batch = batch.expanded(self._checked(self.advantages(compact), compact))
         cut_already = self.before_advantages & {"policy", "reference"}
         return batch.mark_signal() if self.skips_no_signal and not cut_already else batch
 
@@ -95,7 +101,7 @@ class Algorithm:
 
     def advantages(self, batch: Batch) -> Batch:
         """Fill `advantage_T` (and `return_T` for a critic); may narrow `mask_T`. The whole batch at once."""
-        raise NotImplementedError
+        self._undefined("advantages(batch)")
 
     def select(self, batch: Batch, outputs: Outputs) -> Batch:
         """Narrow the mask or set weights from the current policy over the whole mini-batch (`two_pass`)."""
@@ -103,11 +109,11 @@ class Algorithm:
 
     def loss(self, batch: Batch, outputs: Outputs) -> Loss:
         """Per-token terms of the policy objective for some whole trajectories."""
-        raise NotImplementedError
+        self._undefined("loss(batch, outputs)")
 
     def value_loss(self, batch: Batch, outputs: Outputs) -> Loss:
         """Per-token terms of the critic's objective."""
-        raise NotImplementedError
+        self._undefined("value_loss(batch, outputs)")
 
     # ------------------------------------------------------------------ state
 
@@ -137,3 +143,31 @@ class Algorithm:
             return batch.old_logprob_T
         assert outputs.logprob_T is not None
         return outputs.logprob_T.detach()
+
+    # ------------------------------------------------------------------ mistakes of subclasses
+
+    def _checked(self, found: Any, batch: Batch) -> Batch:
+        """What `advantages` made of this compact batch, if it can be used."""
+        from torch import Tensor
+
+        fault = None
+        if not isinstance(found, Batch):
+            fault = f"a {type(found).__name__}"
+        elif found.advantage_T is None:
+            fault = "a Batch without advantage_T"
+        else:
+            for name in ("advantage_T", "return_T", "weight_T", "mask_T"):
+                value_T = getattr(found, name)
+                if isinstance(value_T, Tensor) and value_T.shape != batch.token_T.shape:
+                    fault = f"a Batch whose {name} has shape {tuple(value_T.shape)}"
+                elif not isinstance(value_T, Tensor | None):
+                    fault = f"a Batch whose {name} is a {type(value_T).__name__}"
+        if fault is not None:
+            raise TrainingError(
+                f"{type(self).__qualname__}.advantages returned {fault}; allowed: batch.replace(advantage_T=…) with "
+                f"one value for each of the {len(batch.token_T)} tokens"
+            )
+        return found
+
+    def _undefined(self, method: str) -> NoReturn:
+        raise TrainingError(f"{type(self).__qualname__} does not define {method}; a subclass of Algorithm must")

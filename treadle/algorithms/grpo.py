@@ -30,10 +30,12 @@ class GRPOConfig(AlgorithmConfig):
     aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
     scale: Scale = key("std: divide by the group's standard deviation; none: only centre", default="std")
     clip_low: float = key("the ratio is clipped below 1 - clip_low", default=0.2, gt=0, le=1)
-    clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.2, gt=0)
-    kl_coefficient: float = key("weight of the KL to the reference in the loss; 0: no reference", default=0.0, ge=0)
+    clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.2, gt=0, le=1e3)
+    kl_coefficient: float = key(
+        "weight of the KL to the reference in the loss; 0: no reference", default=0.0, ge=0, le=1e3
+    )
     kl_estimator: Estimator = key("k2, k3, abs; k1+, k3+, abs+: gradient of k2 (see kl.py)", default="k3")
-    entropy_coefficient: float = key("weight of the entropy bonus", default=0.0, ge=0)
+    entropy_coefficient: float = key("weight of the entropy bonus", default=0.0, ge=0, le=1e3)
 
     @model_validator(mode="after")
     def _rules(self) -> GRPOConfig:

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 class PPOConfig(AlgorithmConfig):
     name: str = key("module of treadle.algorithms, or my.module:Class", default="ppo")
-    group_size: int = key("samples asked of each prompt", default=1, ge=1)
-    minibatches: int = key("optimizer steps per batch", default=4, ge=1)
+    group_size: int = key("samples asked of each prompt", default=1, ge=1, le=2**16)
+    minibatches: int = key("optimizer steps per batch", default=4, ge=1, le=2**20)
     clip_low: float = key("the ratio is clipped below 1 - clip_low", default=0.2, gt=0, le=1)
-    clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.2, gt=0)
-    value_clip: float = key("how far a value may profit from moving in one batch", default=0.2, gt=0)
+    clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.2, gt=0, le=1e3)
+    value_clip: float = key("how far a value may profit from moving in one batch", default=0.2, gt=0, le=1e6)
     gamma: float = key("discount per token", default=1.0, gt=0, le=1)
     lam: float = key("GAE: 0 trusts the critic, 1 trusts the rewards", default=0.95, ge=0, le=1)
-    kl_coefficient: float = key("weight of the KL to the reference; 0: no reference", default=0.0, ge=0)
+    kl_coefficient: float = key("weight of the KL to the reference; 0: no reference", default=0.0, ge=0, le=1e3)
     kl_in: Literal["reward", "loss"] = key("where the KL is charged", default="reward")
     kl_estimator: Estimator = key("k1, k2, k3, abs; with +: gradient of k2 in the loss (see kl.py)", default="k1+")
-    kl_target: float | None = key("adapts kl_coefficient to this KL, nats per token", default=None, gt=0)
-    critic_warmup_steps: int = key("steps that train the critic only", default=0, ge=0)
+    kl_target: float | None = key("adapts kl_coefficient to this KL, nats per token", default=None, gt=0, le=1e3)
+    critic_warmup_steps: int = key("steps that train the critic only", default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
     def _rules(self) -> PPOConfig:
@@ -55,6 +55,13 @@ class PPOConfig(AlgorithmConfig):
                 "set kl_coefficient above 0 (0.01, say) or leave kl_target out"
             )
         return self
+
+    def check_run(self, steps: int) -> None:
+        if self.critic_warmup_steps >= steps:
+            raise ValueError(
+                f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves none of steps={steps} to train the "
+                f"policy; 0 to {steps - 1} are possible, or raise steps"
+            )
 
 
 class PPO(Algorithm):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+_UNFIT = re.compile(r"[\0\ud800-\udfff]")
 
 
 class Config(BaseModel):
@@ -31,12 +35,32 @@ class Config(BaseModel):
         fields = cls.model_fields
         return {k: _adapted(fields[k].annotation, v) if k in fields else v for k, v in data.items()}
 
+    @field_validator("*")
+    @classmethod
+    def _plain_text(cls, value: Any) -> Any:
+        """No text, path or name holds what a file name cannot (null) or UTF-8 cannot (half a surrogate pair)."""
+        for text in _texts(value):
+            if _UNFIT.search(text):
+                raise ValueError(f"{text!r:.80} is not allowed; give UTF-8 text without null characters")
+        return value
+
 
 def key(meaning: str, *, default: Any = ..., **constraints: Any) -> Any:
     """One configuration key: what it means, its default (none: required), its range (`ge=`, `gt=`, `le=`, …)."""
     if callable(default):
         return Field(default_factory=default, description=meaning, **constraints)
     return Field(default, description=meaning, **constraints)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in a key's value; sections check their own."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
 
 
 def _adapted(annotation: Any, value: Any) -> Any:

@@ -36,7 +36,8 @@ _BOUNDS |= {"max_length": "at most {} long", "multiple_of": "a multiple of {}"}
 def in_words(error: ValidationError, data: Any, models: Models) -> str:
     """All mistakes, one a line. `data` is what was validated."""
     lines = dict.fromkeys(_line(e, data, models) for e in error.errors(include_url=False))
-    return "\n".join(lines) if len(lines) == 1 else f"{len(lines)} mistakes\n" + "\n".join(f"- {x}" for x in lines)
+    text = "\n".join(lines) if len(lines) == 1 else f"{len(lines)} mistakes\n" + "\n".join(f"- {x}" for x in lines)
+    return text.encode("utf-8", "backslashreplace").decode()  # what is no UTF-8 may stand in what is shown
 
 
 def _line(error: Any, data: Any, models: Models) -> str:
@@ -122,5 +123,8 @@ def _attributes(constraint: Any) -> list[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     """A value as YAML spells it, shortened; containers only to a depth (aliases can make them huge)."""
     scalar = value is None or isinstance(value, bool | int | float | str)
-    text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
+    if isinstance(value, int) and value.bit_length() > 14_000:
+        text = hex(value)  # Python refuses to spell so many decimal digits
+    else:
+        text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

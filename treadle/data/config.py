@@ -23,9 +23,9 @@ class DataConfig(Config):
         "source of held-out prompts, read once and in order; null: none", default=None
     )
     shuffle: bool = key("training prompts in an order drawn anew for each epoch", default=True)
-    epochs: int | None = key("passes over the training prompts; null: without end", default=None, ge=1)
+    epochs: int | None = key("passes over the training prompts; null: without end", default=None, ge=1, le=1 << 20)
     chat: bool = key("render prompts through the tokenizer's chat template", default=True)
-    max_prompt_tokens: int = key("longer prompts are kept out and counted", default=1024, ge=1)
+    max_prompt_tokens: int = key("longer prompts are kept out and counted", default=1024, ge=1, le=1 << 24)
 
 
 def train_source(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSource:

@@ -22,8 +22,8 @@ class ReasoningGymConfig(SourceConfig):
     name: str = key("where prompts come from", default="reasoning_gym")
     family: str = key("task family, e.g. chain_sum")
     options: dict[str, Any] = key("the family's own options, e.g. {min_terms: 2, max_terms: 3}", default=dict)
-    size: int = key("how many problems", default=1000, ge=1)
-    seed: int = key("which problems: another seed gives others", default=0, ge=0)
+    size: int = key("how many problems", default=1000, ge=1, le=1 << 30)
+    seed: int = key("which problems: another seed gives others", default=0, ge=0, le=2**32 - 1)
 
 
 class ReasoningGym(RowSource):

@@ -8,13 +8,16 @@ from typing import Any, Protocol
 from treadle.errors import DataError
 from treadle.types import Message
 
+_LONGEST = 64
+"""Characters. Tokens are rarely this long, and never all of a prompt's."""
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that rendering needs."""
 
     chat_template: Any
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
@@ -38,12 +41,15 @@ class Renderer:
         self.max_tokens = max_tokens
 
     def __call__(self, prompt: str | Sequence[Message], where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-        """Messages and token ids of a prompt; `where` names it in errors."""
+        """Messages and token ids of a prompt; `where` names it in errors.
+
+        Of a text far too long for `max_tokens` they are the ids of its beginning, which are too many as well.
+        """
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
         if self._chat:
-            token_ids = self._through_template(messages, where)
+            token_ids = self._encode(self._through_template(messages, where), add_special_tokens=False)
         elif isinstance(prompt, str):
-            token_ids = self._tokenizer.encode(prompt)
+            token_ids = self._encode(prompt, add_special_tokens=True)
         else:
             raise DataError(
                 f"{where}: the prompt is a list of messages, but data.chat is false: set data.chat=true, "
@@ -53,13 +59,15 @@ class Renderer:
             raise DataError(f"{where}: the prompt has no token")
         return messages, tuple(token_ids)
 
-    def _through_template(self, messages: Sequence[Message], where: str) -> list[int]:
-        from jinja2 import TemplateError
-
+    def _through_template(self, messages: Sequence[Message], where: str) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program, and may raise anything
             raise DataError(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
-        return rendered["input_ids"]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        beginning = text[: _LONGEST * self.max_tokens]
+        token_ids = self._tokenizer.encode(beginning, add_special_tokens=add_special_tokens)
+        if len(beginning) == len(text) or len(token_ids) > self.max_tokens:
+            return token_ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

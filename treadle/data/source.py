@@ -137,14 +137,15 @@ class RowSource(ABC):
         if not self._kept:
             raise DataError(
                 f"all {len(self)} prompts are longer than data.max_prompt_tokens={self._renderer.max_tokens}, the "
-                f"shortest has {self._shortest} tokens: raise the limit or shorten the prompts"
+                f"shortest has {self._shortest} tokens or more: raise the limit or shorten the prompts"
             )
         self._epoch, self._position, self._kept = self._epoch + 1, 0, 0
 
     def _skip(self, row: Row, length: int) -> None:
         if not self.skipped.get(TOO_LONG):
             logger.warning(
-                "%s: the prompt has %d tokens, more than data.max_prompt_tokens=%d: it is kept out, and others like it",
+                "%s: the prompt has %d tokens or more, over data.max_prompt_tokens=%d: "
+                "it is kept out, and others like it",
                 row.id,
                 length,
                 self._renderer.max_tokens,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,19 @@ COLUMNS = {
 }
 """Metrics that are shown where a run has them, and as what."""
 
+EVALUATION = re.compile(r"evaluation/(?P<way>[^/]+?)(?:/(?P<part>.+)|_(?P<other>tokens|failed))?")
+"""Keys of `evaluations.jsonl`: mean reward of a way of sampling, a part of it, sampled tokens, share that failed."""
+
 MOST_ROWS = 20  # of the table of metrics; more steps than that are thinned out evenly
 
 
 def show(path: Path, step: int | None = None, limit: int = 8, console: Console | None = None) -> None:
-    """Print metrics over steps, evaluations, the ledger and `limit` samples of a step (default: the latest).
+    """Print metrics over steps, evaluations, the ledger and `limit` (≥ 0) samples of a step (default: the latest).
 
-    Raises `RunError` where `path` is no run or the step has no samples.
+    Raises `RunError` where `path` is no run, a file of it is damaged, or the step has no samples.
     """
+    if limit < 0:
+        raise ValueError(f"limit={limit}: how many samples are shown cannot be negative")
     console = console if console is not None else Console()
     run = RunDirectory.existing(path)
     steps, evaluations = read_rows(run.metrics), read_rows(run.evaluations)
@@ -53,9 +59,13 @@ def show(path: Path, step: int | None = None, limit: int = 8, console: Console |
         _line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
     if (summary := run.read_summary()) is not None:
         _summary(console, summary)
-    if step is None and run.finished and steps:
-        step = steps[-1]["step"]
-    _samples(console, run, step, limit)
+    files = run.samples_files("step")
+    if step is None:
+        # What a run drops after its last step lies in the file of a step that never was.
+        last = steps[-1]["step"] if run.finished and steps else None
+        step = max((n for n in files if last is None or n <= last), default=None)
+    if step is not None:
+        _samples(console, run, files, step, limit)
 
 
 def conclude(path: Path, console: Console | None = None) -> None:
@@ -64,16 +74,14 @@ def conclude(path: Path, console: Console | None = None) -> None:
     run = RunDirectory.existing(path)
     rows = read_rows(run.evaluations)
     if len(rows) > 1:
-        before, after = rows[0], rows[-1]
-        table = Table("held-out", "before", "after", "change", title_justify="left", box=None)
-        for name in (
-            n
-            for n in sorted(after)
-            if n.startswith("evaluation/") and n in before and (after[n] or not n.endswith("_failed"))
-        ):
-            was, now = before[name], after[name]
-            change = "–" if was is None or now is None else f"{now - was:+.3f}"
-            table.add_row(Text(name.removeprefix("evaluation/")), _number(was), _number(now), change)
+        table = Table("held-out", box=None)
+        for heading in ("before", "after", "change"):
+            table.add_column(heading, justify="right")
+        for name, label in _held_out((rows[0], rows[-1])).items():
+            was, now = rows[0].get(name), rows[-1].get(name)
+            change = f"{now - was:+.3f}" if isinstance(was, float | int) and isinstance(now, float | int) else None
+            cells = (f"{x:.3f}" if isinstance(x, float | int) else x for x in (was, now))
+            table.add_row(*(_cell(console, text) for text in (label, *cells, change)))
         console.print(table)
     _line(console, f"curves  {run.curves}")
     _line(console, f"model   {run.model}")
@@ -85,7 +93,7 @@ def show_numbers(numbers: Row, console: Console | None = None) -> None:
     console = console if console is not None else Console()
     table = Table(box=None, show_header=False)
     for name, value in sorted(numbers.items()):
-        table.add_row(Text(name), _number(value))
+        table.add_row(_cell(console, name), _cell(console, value))
     console.print(table)
 
 
@@ -99,31 +107,39 @@ def _metrics(console: Console, rows: Sequence[Row]) -> None:
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     table = Table("step", *(COLUMNS[n] for n in names), title="training", title_justify="left", box=None)
     for row in _thinned(rows):
-        table.add_row(str(row["step"]), *(_number(row.get(n)) for n in names))
+        table.add_row(str(row["step"]), *(_cell(console, row.get(n)) for n in names))
     console.print(table)
 
 
+def _held_out(rows: Sequence[Row]) -> dict[str, str]:
+    """What these evaluations found, by key, and its name for people: rewards, tokens, failures where there were any."""
+    found: list[tuple[int, bool, str, str]] = []
+    for name in {k for row in rows for k, value in row.items() if value or not k.endswith("_failed")}:
+        if match := EVALUATION.fullmatch(name):
+            way, part, other = match.group("way", "part", "other")
+            rank = (None, "tokens", "failed").index(other)
+            label = f"{way} {other or 'reward'}" + (f": {part}" if part else "")
+            found.append((rank, way != "sampled", label, name))
+    return {name: label for *_, label, name in sorted(found)}
+
+
 def _evaluations(console: Console, rows: Sequence[Row]) -> None:
-    names = sorted({k for row in rows for k in row if k != "step" and not k.startswith("time/")})
+    names = _held_out(rows)
     table = Table("step", title="evaluation", title_justify="left", box=None)
-    for name in names:
-        table.add_column(Text(encodable(readable(name.removeprefix("evaluation/")), console.encoding)))
+    for label in names.values():
+        table.add_column(_cell(console, label))
     for row in _thinned(rows):
-        table.add_row(str(row["step"]), *(_number(row.get(n)) for n in names))
+        table.add_row(str(row["step"]), *(_cell(console, row.get(n)) for n in names))
     console.print(table)
 
 
 def _summary(console: Console, summary: Row) -> None:
     for name, value in summary.items():
         if not isinstance(value, dict):
-            _line(console, f"{name}  {_number(value)}")
+            _line(console, readable(f"{name}  {value if isinstance(value, str) else _number(value)}"))
 
 
-def _samples(console: Console, run: RunDirectory, step: int | None, limit: int) -> None:
-    files = {int(f.stem.removeprefix("step_")): f for f in sorted(run.samples.glob("step_*.parquet"))}
-    if step is None and not files:
-        return
-    step = max(files) if step is None else step
+def _samples(console: Console, run: RunDirectory, files: Mapping[int, Path], step: int, limit: int) -> None:
     if step not in files:
         recorded = f"{min(files)} to {max(files)}" if files else "none yet"
         raise RunError(f"{run.path}: no samples of step {step}. Recorded steps: {recorded}.")
@@ -154,6 +170,10 @@ def _number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "–" if value is None else readable(str(value), 80)
+
+
+def _cell(console: Console, value: object) -> Text:
+    return Text(encodable(_number(value), console.encoding))
 
 
 def _line(console: Console, line: str, style: str = "") -> None:

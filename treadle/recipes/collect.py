@@ -197,9 +197,7 @@ class Collector:
         found = self.algorithm.requests(prompt)
         if not isinstance(found, list) or not any(isinstance(r, Request) and r.kind is Kind.TRAIN for r in found):
             name = type(self.algorithm).__name__
-            raise TrainingError(
-                f"{name}.requests returned {found!r:.80}; it must return a list with a Request to train"
-            )
+            raise TrainingError(f"{name}.requests returned {found!r:.80}; allowed is a list with a Request to train")
         return found
 
     def _verdict(self, group: Group) -> str | None:
@@ -209,9 +207,7 @@ class Collector:
         why = self.algorithm.keep(group)
         if why is not None and not isinstance(why, str):
             name = type(self.algorithm).__name__
-            raise TrainingError(
-                f"{name}.keep returned {why!r:.80}; it must return None to keep a group, or say why not"
-            )
+            raise TrainingError(f"{name}.keep returned {why!r:.80}; allowed is None to keep a group, or why not")
         return why
 
     def _own(self, task: asyncio.Task[Any]) -> None:

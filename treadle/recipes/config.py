@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import StringConstraints, model_validator
 
 from treadle.algorithms.base import AlgorithmConfig
 from treadle.config import Config, key, load, plugin
@@ -29,9 +29,11 @@ class SamplingConfig(Config):
     """How training samples are drawn. The trainer applies the same temperature, so its log-probs are of the
     distribution that sampled; top-k and top-p, which it could not know, exist only in `evaluation`."""
 
-    temperature: float = key("divides the logits", default=1.0, gt=0)
-    max_tokens: int = key("tokens of one answer at most, in training and in evaluation", default=64, ge=1)
-    stop: tuple[str, ...] = key("texts that end an answer, beside the model's end token", default=())
+    temperature: float = key("divides the logits", default=1.0, ge=0.01, le=100)
+    max_tokens: int = key("tokens of one answer at most, in training and in evaluation", default=64, ge=1, le=2**24)
+    stop: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = key(
+        "texts that end an answer, beside the model's end token", default=()
+    )
 
     def params(self, max_tokens: int, stop: tuple[str, ...], end_tokens: tuple[int, ...]) -> SamplingParams:
         return SamplingParams(self.temperature, max_tokens=max_tokens, stop=stop, stop_token_ids=end_tokens)
@@ -40,11 +42,11 @@ class SamplingConfig(Config):
 class EvaluationConfig(Config):
     """Held-out prompts are answered before the first step, after the last, and every so often between."""
 
-    every: int = key("steps between evaluations; 0: only before and after training", default=0, ge=0)
-    samples: int = key("sampled answers to each prompt", default=4, ge=1)
+    every: int = key("steps between evaluations; 0: only before and after training", default=0, ge=0, le=2**31)
+    samples: int = key("sampled answers to each prompt", default=4, ge=1, le=2**16)
     greedy: bool = key("answer each prompt once greedily, too", default=True)
-    temperature: float = key("of the sampled answers", default=1.0, gt=0)
-    top_k: int = key("sample among so many most likely tokens; 0: all", default=0, ge=0)
+    temperature: float = key("of the sampled answers", default=1.0, ge=0.01, le=100)
+    top_k: int = key("sample among so many most likely tokens; 0: all", default=0, ge=0, le=2**31)
     top_p: float = key("sample among the most likely tokens of this total probability", default=1.0, gt=0, le=1)
 
     def due(self, step: int) -> bool:
@@ -68,17 +70,24 @@ class RLConfig(Config):
     """Reinforcement learning of one model."""
 
     model: str = key("the policy: directory or name of a Hugging Face causal LM")
-    seed: int = key("of prompt order and sampling noise; the same seed gives the same run", default=0, ge=0)
-    steps: int = key("training steps", ge=1)
-    prompts_per_step: int = key("groups that one step trains on", default=8, ge=1)
+    seed: int = key(
+        "of prompt order and sampling noise; the same seed gives the same run", default=0, ge=0, le=2**32 - 1
+    )
+    steps: int = key("training steps", ge=1, le=2**31)
+    prompts_per_step: int = key("groups that one step trains on", default=8, ge=1, le=2**20)
     max_staleness: int = key(
-        "versions that a trained token may be behind: 0 is synchronous, 1 one-step-off, k bounded", default=0, ge=0
+        "versions that a trained token may be behind: 0 is synchronous, 1 one-step-off, k bounded",
+        default=0,
+        ge=0,
+        le=2**20,
     )
     on_publish: OnPublish = key(
         "what generations in flight do when weights arrive: drain, resume, continue", default="resume"
     )
-    max_filtered_groups: int = key("groups in a row that filters may drop before the run stops", default=256, ge=0)
-    threads: int | None = key("CPU threads of the compute; null: torch decides", default=None, ge=1)
+    max_filtered_groups: int = key(
+        "groups in a row that filters may drop before the run stops", default=256, ge=0, le=2**31
+    )
+    threads: int | None = key("CPU threads of the compute; null: torch decides", default=None, ge=1, le=1024)
     run: RunConfig = key("where the run is recorded")
     data: DataConfig = key("prompts")
     reward: RewardConfig = key("what answers earn")
@@ -92,6 +101,7 @@ class RLConfig(Config):
 
     @model_validator(mode="after")
     def _rules(self) -> RLConfig:
+        self.algorithm.check_run(self.steps)
         minibatches, prompts = self.algorithm.minibatches, self.prompts_per_step
         if minibatches > prompts:
             raise ValueError(

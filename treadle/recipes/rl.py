@@ -80,7 +80,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
     collector.stop()
     if now.step == 0:
         raise TrainingError(
-            "the data ended and not one step was trained: every group failed or was filtered; `treadle inspect` shows why"
+            "the data ended and no step was trained: every group failed or was filtered; `treadle inspect` shows why"
         )
 
     if now.evaluated != now.step:

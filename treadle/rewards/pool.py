@@ -90,6 +90,7 @@ class Pool:
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._asked = 0
 
     @staticmethod
     async def start(setup: bytes) -> _Worker:
@@ -123,11 +124,15 @@ class _Worker:
             process.stdin.write(pack(request))
             await process.stdin.drain()
             length = int.from_bytes(await process.stdout.readexactly(8), "little")
-            return pickle.loads(await process.stdout.readexactly(length))
+            number, kind, content = pickle.loads(await process.stdout.readexactly(length))
         except (ConnectionError, asyncio.IncompleteReadError):
             code = await process.wait()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise CallFailed(f"its worker process died ({how})") from None
+        if number != self._asked:
+            raise CallFailed("its worker process gave the answer to another call: does the function fork?")
+        self._asked += 1
+        return kind, content
 
     async def kill(self) -> None:
         """End it and whatever it started."""

@@ -14,7 +14,7 @@ from pydantic import field_validator, model_validator
 from treadle.config import Config, check_name, key, resolve
 from treadle.errors import ConfigError, RewardError
 from treadle.rewards.pool import CallFailed, Pool
-from treadle.rewards.values import NotAReward, as_reward, combine
+from treadle.rewards.values import LIMIT, NotAReward, as_reward, combine
 
 if TYPE_CHECKING:
     from treadle.handles import RewardFunction
@@ -30,9 +30,9 @@ class RewardConfig(Config):
     functions: dict[str, float] = key(
         "weight of each reward function: a module of treadle.rewards, or my.module:function", min_length=1
     )
-    timeout_s: float = key("time limit of one call, seconds", default=30.0, gt=0)
-    retries: int = key("further tries after a call that raised or hung", default=2, ge=0)
-    workers: int = key("processes that call synchronous functions", default=2, ge=1)
+    timeout_s: float = key("time limit of one call, seconds", default=30.0, gt=0, le=1e6)
+    retries: int = key("further tries after a call that raised or hung", default=2, ge=0, le=100)
+    workers: int = key("processes that call synchronous functions", default=2, ge=1, le=1024)
     max_failed: float = key("share of a step's samples that may fail before the run stops", default=0.1, ge=0, le=1)
 
     @model_validator(mode="before")
@@ -43,7 +43,9 @@ class RewardConfig(Config):
     @field_validator("functions")
     @classmethod
     def _known(cls, functions: dict[str, float]) -> dict[str, float]:
-        for name in functions:
+        for name, weight in functions.items():
+            if abs(weight) > LIMIT:
+                raise ValueError(f"the weight of {name!r} is {weight:g}; allowed: -{LIMIT:g} to {LIMIT:g}")
             if ":" not in name:  # `my.module:function` is imported later, when all else is known to be right
                 try:
                     check_name(name, FOLDER, _OFFERS_REWARD)
@@ -89,7 +91,10 @@ class RewardScorer:
             if isinstance(outcome, RewardError):
                 raise outcome
             rewards[name] = outcome
-        return combine(rewards, self._config.functions, len(trajectory.turn_ends))
+        try:
+            return combine(rewards, self._config.functions, len(trajectory.turn_ends))
+        except NotAReward as error:
+            raise RewardError(f"the rewards {names} of prompt {trajectory.prompt.id!r}: {error}") from None
 
     async def close(self) -> None:
         await self._pool.close()
@@ -121,15 +126,20 @@ class RewardScorer:
         return RewardError(f"reward {name!r} of prompt {trajectory.prompt.id!r} failed {times}; the last time {fault}")
 
     async def _await_here(self, name: str, trajectory: Trajectory) -> Reward:
-        limit = asyncio.timeout(self._config.timeout_s)
+        limit, task = asyncio.timeout(self._config.timeout_s), asyncio.current_task()
+        assert task is not None
         try:
             async with limit:
                 value = await self._here[name](trajectory)  # type: ignore[misc]
-        except Exception as error:  # the user's function may raise anything
+            return as_reward(value, len(trajectory.turn_ends))
+        except NotAReward:
+            raise
+        except BaseException as error:  # the user's function may raise anything, `sys.exit` included
+            if task.cancelling():  # this call is to end, whatever the function made of that
+                raise asyncio.CancelledError from error
             if limit.expired():
                 raise CallFailed(f"it ran past reward.timeout_s={self._config.timeout_s:g}") from None
             raise CallFailed(f"it raised\n{''.join(traceback.format_exception(error))}") from error
-        return as_reward(value, len(trajectory.turn_ends))
 
 
 def _found(name: str) -> RewardFunction:

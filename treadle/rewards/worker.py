@@ -1,8 +1,9 @@
 """A process that calls reward functions: `python -m treadle.rewards.worker`, started by `pool.py`.
 
 It speaks frames over its standard input and output: 8 bytes of length, then a pickle. First come the owner's `sys.path`
-and the functions by name, answered when they are loaded; then pairs (name, trajectory), each answered by (kind,
-content): "ok" and a Reward · "raised" and a traceback · "wrong" and what is not a reward.
+and the functions by name, answered when they are loaded; then pairs (name, trajectory), each answered by (number, kind,
+content): which frame of the owner's it answers, from 0 · "ok" and a Reward, "raised" and a traceback, or "wrong" and
+what is not a reward.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def main() -> None:
     threading.Thread(target=_read, args=(requests, frames), daemon=True).start()
 
     functions: dict[str, Any] = {}
-    while (frame := frames.get()) is not None:
+    own = os.getpid()
+    for number, frame in enumerate(iter(frames.get, None)):
         answer = _call(frame, functions) if functions else _load(frame, functions)
-        replies.write(pack(pickle.dumps(answer)))
+        if os.getpid() != own:  # a copy that the function forked and let return, too
+            os._exit(0)
+        replies.write(pack(pickle.dumps((number, *answer))))
         replies.flush()
 
 

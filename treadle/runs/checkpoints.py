@@ -1,12 +1,14 @@
 """Checkpoints at step boundaries: written aside, forced to the disk, renamed into place.
 
-`checkpoints/step_000012/` holds whatever its writer put there, and `manifest.json`: every file with its size, written
-last. A directory whose manifest does not hold is not a checkpoint.
+`checkpoints/step_000012/` holds whatever its writer put there, and `manifest.json`: every file with its size and its
+digest, written last. A directory whose manifest does not hold is not a checkpoint. Sizes are looked at each time,
+digests (about a second a gigabyte) only when a checkpoint is chosen to go on from.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -18,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import RunError
-from treadle.runs.files import PARTIAL, disk_full, says_full, sync, write_aside, writing
+from treadle.runs.files import PARTIAL, disk_full, reading, says_full, sync, write_aside, writing
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+DIGEST = "blake2b"
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +37,18 @@ class Checkpoints:
             raise ValueError(f"keep={keep}: at least one checkpoint must stay")
         self.directory = directory
         self.keep = keep
+        self._damaged: set[Path] = set()  # by their digests
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             for stray in directory.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(stray)  # of a process that was killed while it wrote
-        self._prune()
 
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
         """A new directory to fill; the checkpoint exists when the block ends without an error, and not before."""
         final = self.directory / f"step_{step:06d}"
         partial = final.with_name(final.name + PARTIAL)
-        if final.exists() and _fault(final, step) is None:
+        if self._whole(step, final):
             raise ValueError(f"{final}: this checkpoint exists; a whole one is never replaced")
         with writing(final):
             partial.mkdir()
@@ -57,6 +60,7 @@ class Checkpoints:
                     shutil.rmtree(final)  # damaged: a whole one has been refused above
                 partial.rename(final)
                 sync(self.directory)
+            self._damaged.discard(final)
         except BaseException as error:
             full = _full(partial, error)
             shutil.rmtree(partial, ignore_errors=True)
@@ -66,18 +70,21 @@ class Checkpoints:
         self._prune()
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and directory of the newest checkpoint that is whole."""
-        return self.newest(self.directory)
+        """Step and directory of the newest checkpoint that is whole to the byte; what `keep` does not ask for goes."""
+        found, damaged = _search(self.directory)
+        self._damaged |= damaged
+        self._prune()
+        return found
 
     @staticmethod
     def newest(directory: Path) -> tuple[int, Path] | None:
         """`latest` of a run that another process may hold: looks, and touches nothing."""
-        for step, path in _all(directory):
-            fault = _fault(path, step)
-            if fault is None:
-                return step, path
-            log.warning("checkpoint %s is ignored: %s", path, fault)
-        return None
+        return _search(directory)[0]
+
+    @staticmethod
+    def exist(directory: Path) -> bool:
+        """Whether there is a checkpoint, by the sizes of its files."""
+        return any(_fault(path, step) is None for step, path in _all(directory))
 
     # ------------------------------------------------------------------ inside
 
@@ -86,16 +93,19 @@ class Checkpoints:
             files = sorted(p for p in partial.rglob("*") if p.is_file())
             for path in [*files, *(p for p in partial.rglob("*") if p.is_dir())]:
                 sync(path)
-        sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
-        write_aside(partial / MANIFEST, json.dumps({"step": step, "files": sizes}, indent=1).encode())
+            listed = {p.relative_to(partial).as_posix(): {"bytes": p.stat().st_size, DIGEST: _digest(p)} for p in files}
+        write_aside(partial / MANIFEST, json.dumps({"step": step, "files": listed}, indent=1).encode())
 
     def _prune(self) -> None:
         """Remove what is older than the newest `keep` whole ones. A damaged newer one is left for people to look at."""
-        whole = [step for step, path in _all(self.directory) if _fault(path, step) is None][: self.keep]
+        whole = [step for step, path in _all(self.directory) if self._whole(step, path)][: self.keep]
         for step, path in _all(self.directory):
             if len(whole) == self.keep and step < whole[-1]:
                 with writing(path):
                     shutil.rmtree(path)
+
+    def _whole(self, step: int, path: Path) -> bool:
+        return path not in self._damaged and _fault(path, step) is None
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -104,31 +114,51 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(state, allow_nan=False, indent=1), encoding="utf-8")
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path}: cannot be read: {error}. Remove this checkpoint to go on from an older one."
-        ) from error
+def load_state(path: Path, *keys: str) -> dict[str, Any]:
+    """What `save_state` wrote; `RunError` where it cannot be read or lacks one of `keys`."""
+    mend = "Remove this checkpoint to go on from an older one."
+    with reading(path, mend):
+        state = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or not state.keys() >= set(keys):
+        raise RunError(f"{path}: not the state of a checkpoint: {', '.join(keys)} are expected. {mend}")
+    return state
 
 
 def _all(directory: Path) -> list[tuple[int, Path]]:
     """Newest first, whole or not."""
-    names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.iterdir())
+    names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*"))
     return sorted(((int(match[1]), path) for match, path in names if match), reverse=True)
 
 
-def _fault(path: Path, step: int) -> str | None:
+def _search(directory: Path) -> tuple[tuple[int, Path] | None, set[Path]]:
+    """The newest checkpoint that is whole to the byte, and the damaged ones that are newer."""
+    damaged: set[Path] = set()
+    for step, path in _all(directory):
+        fault = _fault(path, step, digests=True)
+        if fault is None:
+            return (step, path), damaged
+        log.warning("checkpoint %s is ignored: %s", path, fault)
+        damaged.add(path)
+    return None, damaged
+
+
+def _fault(path: Path, step: int, digests: bool = False) -> str | None:
     """What is wrong with a checkpoint; None if its manifest holds."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, size in manifest["files"].items():
-            if (found := (path / name).stat().st_size) != size:
-                return f"{name} has {found} bytes instead of {size}"
+        for name, written in manifest["files"].items():
+            if (found := (path / name).stat().st_size) != written["bytes"]:
+                return f"{name} has {found} bytes instead of {written['bytes']}"
+            if digests and _digest(path / name) != written[DIGEST]:
+                return f"{name} does not hold the bytes that were written"
+        return None if manifest["step"] == step else f"its manifest is that of step {manifest['step']}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return str(error)
-    return None if manifest["step"] == step else f"its manifest is that of step {manifest['step']}"
+        return f"{type(error).__name__}: {error}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, DIGEST).hexdigest()
 
 
 def _full(partial: Path, error: BaseException) -> bool:

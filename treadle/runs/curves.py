@@ -20,7 +20,7 @@ Row = dict[str, Any]
 WINDOW = 5  # steps of the running mean drawn over noisy curves
 
 REWARD = "reward/mean"
-EVALUATION = re.compile(r"evaluation/(?!.*_tokens$)([^/]+)")
+EVALUATION = re.compile(r"evaluation/(?!.*_(?:tokens|failed)$)([^/]+)")
 """Keys of `evaluations.jsonl` that are drawn: the mean reward of each way of sampling."""
 LENGTH = "response/tokens"
 OPTIMISER = ("policy/grad_norm", "policy/entropy", "policy/loss")

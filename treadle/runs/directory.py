@@ -15,7 +15,7 @@ from typing import IO, Any
 from treadle.config.yaml_text import from_text
 from treadle.errors import RunError
 from treadle.runs.checkpoints import Checkpoints
-from treadle.runs.files import PARTIAL, write_aside, writing
+from treadle.runs.files import PARTIAL, reading, write_aside, writing
 
 HEADER = "# Resolved configuration of a treadle run.\n"
 """First line of `config.yaml`: by it a run is told from a directory that merely has such a file."""
@@ -41,12 +41,15 @@ class RunDirectory:
         self.samples = path / "samples"
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
+        self.checkpointed = path / "checkpointed"
         self.summary = path / "summary.json"
         self.log = path / "log.txt"
         self.curves = path / "curves.png"
         self.model = path / "model"
         self.lock = path / "run.lock"
         self._held: IO[str] | None = None
+        with reading(path, "Name another directory."):
+            self.config.exists()  # a name that the file system cannot hold fails here, and not in some later look
 
     # ------------------------------------------------------------------ opening
 
@@ -91,6 +94,21 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def mark_checkpointed(self) -> None:
+        """Leave a mark, outside of `checkpoints/`, that this run can be continued."""
+        if not self.checkpointed.exists():
+            write_aside(self.checkpointed, b"This run has written a checkpoint. Without one it is not begun anew.\n")
+
+    def refuse_loss(self, any_whole: bool) -> None:
+        """`RunError` where a checkpoint was written and none is whole now: to begin anew would erase the records."""
+        if not any_whole and (self.checkpointed.exists() or self.finished):
+            raise RunError(
+                f"{self.path}: its checkpoints are gone or damaged. Put them back, or name another run.dir, "
+                "or remove the directory yourself."
+            )
+
     # ------------------------------------------------------------------ looking
 
     @property
@@ -100,19 +118,35 @@ class RunDirectory:
 
     @property
     def config_text(self) -> str:
-        return self.config.read_text(encoding="utf-8").removeprefix(HEADER)
+        with reading(self.config, "Put back the configuration that the run was started with."):
+            return self.config.read_text(encoding="utf-8").removeprefix(HEADER)
 
     def read_summary(self) -> dict[str, Any] | None:
-        """What the run wrote when it finished."""
-        return json.loads(self.summary.read_text(encoding="utf-8")) if self.finished else None
+        """What the run wrote when it finished: at least `steps` (int) and `data_ended` (bool)."""
+        if not self.finished:
+            return None
+        mend = "Remove it: the same command then goes on from the last checkpoint and writes it again."
+        with reading(self.summary, mend):
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict) or [type(summary.get(k)) for k in ("steps", "data_ended")] != [int, bool]:
+            raise RunError(f'{self.summary}: not a summary: "steps" and "data_ended" are expected in it. {mend}')
+        return summary
+
+    def samples_file(self, what: str, step: int) -> Path:
+        """Where the samples of a step (`what` is "step") or of the evaluation after it ("evaluation") are."""
+        return self.samples / f"{what}_{step:06d}.parquet"
+
+    def samples_files(self, what: str) -> dict[int, Path]:
+        """The files that `samples_file` names and that are there, by step; whatever else lies there is left out."""
+        there = [path for path in self.samples.glob(f"{what}_*.parquet") if path.is_file()]
+        numbers = (path.stem.removeprefix(f"{what}_") for path in there)
+        return {n: p for n in map(int, filter(str.isdecimal, numbers)) if (p := self.samples_file(what, n)) in there}
 
     def holder(self) -> str | None:
         """The process that holds this run now, in words; None if none does."""
-        try:
-            file = self.lock.open(encoding="utf-8")
-        except FileNotFoundError:
+        if not self.lock.exists():
             return None
-        with file:
+        with self._open_lock("r") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -141,9 +175,14 @@ class RunDirectory:
                 "Name a new directory, or move those files away: nothing of yours is ever deleted."
             )
 
+    def _open_lock(self, mode: str) -> IO[str]:
+        if self.lock.is_dir():
+            raise RunError(f"{self.lock}: a folder, and no lock of a run. Remove it.")
+        return self.lock.open(mode, encoding="utf-8", errors="replace")
+
     def _take_lock(self) -> IO[str]:
         # A lock of the open file and not of a name: it ends with the process, however that ends.
-        file = self.lock.open("a+", encoding="utf-8")
+        file = self._open_lock("a+")
         for _ in range(5):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +203,10 @@ class RunDirectory:
             old, new = _leaves(from_text(self.config_text, str(self.config))), _leaves(from_text(text, "config"))
             changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
             fixed = [k for k in changed if not any(fnmatchcase(k, pattern) for pattern in free)]
-            if fixed and Checkpoints.newest(self.checkpoints) is not None:  # else it begins anew, with nothing to lose
+            any_whole = Checkpoints.exist(self.checkpoints)
+            if changed:
+                self.refuse_loss(any_whole)
+            if fixed and any_whole:  # else it begins anew, with nothing to lose
                 lines = "".join(f"\n  {k}: {old.get(k, _ABSENT)} → {new.get(k, _ABSENT)}" for k in fixed)
                 raise RunError(
                     f"{self.path} was started with another configuration:{lines}\n"

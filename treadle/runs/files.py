@@ -23,6 +23,15 @@ def writing(path: Path) -> Iterator[None]:
         raise failed_write(path, error) from error
 
 
+@contextmanager
+def reading(path: Path, mend: str) -> Iterator[None]:
+    """Turn a failed read, or bytes that are not the text or JSON they should be, into a `RunError` that says `mend`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read: {error}. {mend}") from error
+
+
 def failed_write(path: Path, error: Exception) -> RunError:
     return disk_full(path) if says_full(error) else RunError(f"{path}: cannot be written: {error}")
 

@@ -2,7 +2,8 @@
 
 `ledger.sqlite` is a plain SQLite file without a write-ahead log beside it, so one file is the whole truth. Each event
 (a sample issued, a sample ended) ticks a clock that is written with it; a checkpoint remembers the clock, and
-`roll_back` returns the books to that instant exactly, whatever was in flight then.
+`roll_back` returns the books to that instant exactly, whatever was in flight then. The clock has no gaps, so a row
+that someone removed is missed when the file is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from treadle.errors import LedgerError, RunError
-from treadle.runs.files import disk_full, failed_write
+from treadle.runs.files import disk_full, failed_write, reading
 from treadle.runs.text import storable
 from treadle.types import Kind, Trajectory
 
@@ -90,7 +91,7 @@ class Ledger:
             # The file itself changes only at a commit, in one go: people may read it all the while.
             self._db.execute("PRAGMA cache_spill = OFF")
             self._db.executescript(_SCHEMA)
-            self._read_back()
+        self._read_back()
 
     # ------------------------------------------------------------------ events
 
@@ -212,12 +213,21 @@ class Ledger:
 
     def _read_back(self) -> list[InFlight]:
         """Believe the table."""
-        totals = _totals(self._db)
-        self._clock = self._last_event()
-        rows = self._db.execute(
-            "SELECT sample, group_index, prompt, kind, issued_step FROM samples WHERE state IS NULL ORDER BY issued_at"
-        )
-        in_flight = [InFlight(sample, group, prompt, Kind(kind), step) for sample, group, prompt, kind, step in rows]
+        with self._guarded():
+            totals = _totals(self._db)
+            self._clock = self._last_event()
+            (events,) = self._db.execute("SELECT COUNT(issued_at) + COUNT(ended_at) FROM samples").fetchone()
+            rows = self._db.execute(
+                "SELECT sample, group_index, prompt, kind, issued_step FROM samples"
+                " WHERE state IS NULL ORDER BY issued_at"
+            ).fetchall()
+        if events != self._clock:
+            raise LedgerError(
+                f"{self.path}: damaged: {self._clock} events were written and {events} are there, so rows were removed "
+                "or added. Put it back, or start anew in another run.dir."
+            )
+        with reading(self.path, "Put it back, or start anew in another run.dir."):
+            in_flight = [InFlight(name, group, prompt, Kind(kind), step) for name, group, prompt, kind, step in rows]
         self._issued = totals["issued"]
         self._ended = Counter({state: totals[state] for state in State})
         self._in_flight = {f.sample: f.kind for f in in_flight}

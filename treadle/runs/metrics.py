@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import RunError
-from treadle.runs.files import writing
+from treadle.runs.files import reading, writing
 from treadle.types import Max, Mean
 
 TIME = "time/"
@@ -84,11 +84,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """All whole rows; a line that is being written, or was when the process was killed, is left out."""
     if not path.exists():
         return []
-    *lines, _ = path.read_bytes().split(b"\n")
+    mend = "Put back the file as the run wrote it."
+    with reading(path, mend):
+        *lines, _ = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
-            raise RunError(f"{path}:{number}: not a line of JSON: {error}") from error
+            raise RunError(f"{path}:{number}: not a line of JSON: {error}. {mend}") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RunError(f'{path}:{number}: not a row of a run: an object with an integer "step" is expected. {mend}')
+        rows.append(row)
     return rows

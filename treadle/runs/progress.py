@@ -1,13 +1,18 @@
 """What a person sees while a run trains: a live view on a terminal, a plain line a step anywhere else.
 
-The view is drawn by the calls below and by nothing else: no thread, and no frame more often than `INTERVAL`.
+The view is drawn by the calls below and by nothing else: no thread, and no frame more often than `INTERVAL`. A view
+that fails (a full disk, a closed pipe, a lost terminal) is switched off, for it must not end the run.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.runs.text import encodable, readable
+
+log = logging.getLogger(__name__)
 
 INTERVAL = 0.1  # seconds between two frames
 LONGEST = 500  # characters of a prompt or a response; what the terminal has no room for is cut off
@@ -41,7 +48,7 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else _Console()
         self._live: Live | None = None
         self._total = self._first = self._done = 0
         self._started = self._drawn = 0.0
@@ -56,8 +63,10 @@ class Progress:
         self._total, self._first, self._done = total_steps, done, done
         self._started = time.monotonic()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(self._frame(), console=self._console, auto_refresh=False)
-            self._live.start(refresh=True)
+            live = Live(self._frame(), console=self._console, auto_refresh=False)
+            with self._failing_quietly():
+                live.start(refresh=True)
+                self._live = live
 
     def stage(self, name: str, done: int, total: int) -> None:
         """A stage (generate, update, publish, …) of the current step has come this far."""
@@ -87,10 +96,11 @@ class Progress:
 
     def stop(self) -> None:
         """Leave the last frame and give the terminal back. May be called twice."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.update(self._frame())
-            live.stop()
+        with self._failing_quietly():
+            live, self._live = self._live, None
+            if live is not None:
+                live.update(self._frame())
+                live.stop()
 
     def __enter__(self) -> Progress:
         return self
@@ -102,7 +112,8 @@ class Progress:
 
     def _draw(self, now: bool) -> None:
         if self._live is not None and (now or time.monotonic() - self._drawn >= INTERVAL):
-            self._live.update(self._frame(), refresh=True)
+            with self._failing_quietly():
+                self._live.update(self._frame(), refresh=True)
             self._drawn = time.monotonic()
 
     def _frame(self) -> RenderableType:
@@ -129,7 +140,20 @@ class Progress:
         return Text(encodable(line, self._console.encoding), style=style, no_wrap=True, overflow="ellipsis")
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(encodable(line, self._console.encoding)), soft_wrap=True)
+        with self._failing_quietly():
+            self._console.print(Text(encodable(line, self._console.encoding)), soft_wrap=True)
+
+    @contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning("what is shown of the run cannot be written and is off from now on: %s", error)
+            self._console.quiet = True
+            self.stop()
+            if self._console.file is sys.stdout:  # else what it still holds would fail again when Python ends
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def _left(self) -> str:
         """Time left, by the steps of this process so far."""
@@ -138,6 +162,13 @@ class Progress:
             return ""
         seconds = (time.monotonic() - self._started) / steps * (self._total - self._done)
         return f"{timedelta(seconds=round(seconds))} left"
+
+
+class _Console(Console):
+    """Without the habit of ending the process when a pipe is closed."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the `BrokenPipeError` that is being handled
 
 
 def _number(value: object) -> str:

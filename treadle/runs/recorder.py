@@ -20,7 +20,7 @@ from treadle.runs.checkpoints import STATE, Checkpoints, load_state, save_state
 from treadle.runs.config import RunConfig
 from treadle.runs.curves import draw
 from treadle.runs.directory import RunDirectory
-from treadle.runs.files import write_aside, writing
+from treadle.runs.files import PARTIAL, write_aside, writing
 from treadle.runs.ledger import Ledger, State
 from treadle.runs.log import logging_to
 from treadle.runs.metrics import TIME, JsonLines, plain, read_rows
@@ -74,23 +74,28 @@ class Recorder:
     def restore(self) -> tuple[Path, dict[str, Any]] | None:
         """Call once, before anything is recorded: roll every record back to the latest checkpoint, or to the start.
 
-        Returns that checkpoint's directory and the `state` that was given with it.
+        Returns that checkpoint's directory and the `state` that was given with it. Raises `RunError`, and leaves all
+        as it is, where checkpoints were written and none is whole.
         """
         latest = self._checkpoints.latest()
-        saved = load_state(latest[1] / STATE) if latest is not None else {}
-        marks = saved.get("marks", dict.fromkeys(_MARKS, 0))
+        self.directory.refuse_loss(latest is not None)
+        marks, state = dict.fromkeys(_MARKS, 0), {}
+        if latest is not None:
+            self.directory.mark_checkpointed()  # killed before it could
+            saved = load_state(latest[1] / STATE, "marks", "state")
+            marks, state = saved["marks"], saved["state"]
         with writing(self.directory.path):
             self.directory.summary.unlink(missing_ok=True)  # it goes on, so it is not finished
         self._ledger.roll_back(marks["ledger"])
         self._metrics.roll_back(marks["metrics"])
         self._evaluations.roll_back(marks["evaluations"])
-        self._drop_orphans()
+        self._settle_samples()
         self._step = latest[0] if latest is not None else 0
         self.progress.start(self.steps, self._step)
         if latest is None:
             return None
         log.info("goes on after step %d from %s", *latest)
-        return latest[1], saved["state"]
+        return latest[1], state
 
     # ------------------------------------------------------------------ during a step
 
@@ -109,7 +114,7 @@ class Recorder:
     ) -> None:
         """A step is done: `batch` packs these groups, in this order; `seconds` went by in its stages."""
         endings = [Ending(g, State.TRAINED) for g in groups]
-        write_samples(self._samples_file("step", step), [*endings, *self._dropped], batch)
+        write_samples(self.directory.samples_file("step", step), [*endings, *self._dropped], batch)
         self._dropped.clear()
         for ending in endings:
             self._finish(ending, step)
@@ -123,7 +128,7 @@ class Recorder:
     def evaluated(self, step: int, groups: Mapping[str, Sequence[Group]], statistics: Statistics) -> None:
         """An evaluation after `step` (0: before training) is done: its groups by way of sampling, e.g. "greedy"."""
         endings = [Ending(g, State.EVALUATED, evaluation=way) for way, part in groups.items() for g in part]
-        write_samples(self._samples_file("evaluation", step), endings)
+        write_samples(self.directory.samples_file("evaluation", step), endings)
         for ending in endings:
             group = ending.group
             self._ledger.issue(group.index, group.prompt.id, {s.id: s.kind for s in group.samples}, step)
@@ -150,12 +155,16 @@ class Recorder:
         with self._checkpoints.write(step) as path:
             save_state(path / STATE, {"step": step, "marks": marks, "state": state})
             yield path
+        self.directory.mark_checkpointed()
         log.info("checkpoint after step %d", step)
 
     # ------------------------------------------------------------------ the end
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run came to its end: `curves.png`, and last `summary.json`, which says so."""
+        """The run came to its end: `curves.png`, and last `summary.json`, which says so.
+
+        `summary` has `data_ended`: whether it ended for want of prompts, and not by `steps`.
+        """
         self._write_dropped(self._step + 1)
         self._ledger.cancel("the run ended")
         draw(self.directory)
@@ -184,16 +193,18 @@ class Recorder:
 
     # ------------------------------------------------------------------ inside
 
-    def _drop_orphans(self) -> None:
-        """Remove samples files whose rows were rolled back."""
-        kept = {self._samples_file("step", row["step"]) for row in read_rows(self.directory.metrics)}
-        kept |= {self._samples_file("evaluation", row["step"]) for row in read_rows(self.directory.evaluations)}
-        for path in self.directory.samples.iterdir():
-            if path not in kept:
+    def _settle_samples(self) -> None:
+        """Remove files of samples whose rows were rolled back, and name those that a row promises and that are gone."""
+        run = self.directory
+        orphans = [*run.samples.glob(f"*{PARTIAL}")]
+        for what, rows in (("step", run.metrics), ("evaluation", run.evaluations)):
+            files, promised = run.samples_files(what), {row["step"] for row in read_rows(rows)}
+            orphans += [path for step, path in files.items() if step not in promised]
+            for step in sorted(promised - files.keys()):
+                log.warning("%s is gone; the run goes on without it", run.samples_file(what, step))
+        for path in orphans:
+            with writing(path):
                 path.unlink()
-
-    def _samples_file(self, what: str, step: int) -> Path:
-        return self.directory.samples / f"{what}_{step:06d}.parquet"
 
     def _finish(self, ending: Ending, step: int) -> None:
         for sample, state, why in ending.samples():
@@ -203,7 +214,7 @@ class Recorder:
     def _write_dropped(self, step: int) -> None:
         """Samples of groups that were dropped since a step was last recorded join the file of `step`."""
         if self._dropped:
-            append_samples(self._samples_file("step", step), self._dropped)
+            append_samples(self.directory.samples_file("step", step), self._dropped)
             self._dropped.clear()
 
     def _show_last(self, groups: Sequence[Group]) -> None:

@@ -66,22 +66,24 @@ def write_samples(path: Path, endings: Sequence[Ending], batch: Batch | None = N
 def append_samples(path: Path, endings: Sequence[Ending]) -> None:
     """Add samples that were not trained to a file, which need not exist."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    there = [pq.read_table(path)] if path.exists() else []
+    there = [_read(path)] if path.exists() else []
     _write(path, pa.concat_tables([*there, _table(endings, None)]))
 
 
 def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Rows as dicts, all columns or these. Raises `RunError` where the file is missing or damaged."""
+    return _read(path, columns).to_pylist(maps_as_pydicts="strict")
+
+
+def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, columns=list(columns) if columns is not None else None)
+        return pq.read_table(path, columns=list(columns) if columns is not None else None)
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
-    return table.to_pylist(maps_as_pydicts="strict")
 
 
 def _table(endings: Sequence[Ending], batch: Batch | None) -> pa.Table:

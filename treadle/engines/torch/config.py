@@ -15,17 +15,19 @@ class Config(treadle.config.Config):
     dtype: Literal["auto", "bfloat16", "float32"] = key(
         "precision of the weights that compute; auto: bfloat16 where the hardware multiplies it fast", default="auto"
     )
-    learning_rate: float = key("peak learning rate", default=1e-6, ge=0)
+    learning_rate: float = key("peak learning rate", default=1e-6, ge=0, le=1e3)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "what the learning rate does after the warm-up: stay, or fall to 0 over the run", default="constant"
     )
-    warmup_steps: int = key("optimizer steps over which the learning rate rises", default=0, ge=0)
-    weight_decay: float = key("AdamW weight decay; never on norms and biases", default=0.0, ge=0)
+    warmup_steps: int = key("optimizer steps over which the learning rate rises", default=0, ge=0, le=2**31)
+    weight_decay: float = key("AdamW weight decay; never on norms and biases", default=0.0, ge=0, le=1e3)
     beta1: float = key("AdamW decay rate of the mean gradient", default=0.9, ge=0, lt=1)
     beta2: float = key("AdamW decay rate of the mean squared gradient", default=0.999, ge=0, lt=1)
-    epsilon: float = key("AdamW epsilon", default=1e-8, gt=0)
-    max_grad_norm: float = key("clip the gradient to this global norm; 0: off", default=1.0, ge=0)
-    max_skipped_steps: int = key("steps in a row with a non-finite gradient before the run stops", default=3, ge=1)
-    microbatch_tokens: int = key("tokens of one forward and backward pass", default=2048, ge=1)
+    epsilon: float = key("AdamW epsilon", default=1e-8, gt=0, le=1e3)
+    max_grad_norm: float = key("clip the gradient to this global norm; 0: off", default=1.0, ge=0, le=1e9)
+    max_skipped_steps: int = key(
+        "steps in a row with a non-finite gradient before the run stops", default=3, ge=1, le=2**31
+    )
+    microbatch_tokens: int = key("tokens of one forward and backward pass", default=2048, ge=1, le=2**31)
     activation_checkpointing: bool = key("recompute layers in the backward pass to save memory", default=False)
-    head_chunk: int = key("rows of logits that exist at a time", default=512, ge=1)
+    head_chunk: int = key("rows of logits that exist at a time", default=512, ge=1, le=2**31)

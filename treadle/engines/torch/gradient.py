@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from treadle.algorithms.aggregate import aggregate
 from treadle.data.packing import plan
-from treadle.handles import Outputs
+from treadle.errors import TrainingError
+from treadle.handles import Loss, Outputs, Term
 from treadle.types import Max, Mean, Statistics, merge
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from treadle.batch import Batch
     from treadle.engines.torch.network import Network
-    from treadle.handles import Loss, Objective, Quantity
+    from treadle.handles import Objective, Quantity
 
 
 def accumulate(network: Network, batch: Batch, objective: Objective, budget: int) -> dict[str, Mean | Max]:
@@ -58,13 +59,36 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
             keep_M = trained.mask_T[seen.mask_T]
             outputs = Outputs(**{name: x[keep_M] for name, x in present(outputs).items()})
         compact = trained.compact()
-        loss = objective.loss(compact, outputs)
+        loss = checked(objective.loss(compact, outputs), compact, objective.loss.__qualname__)
         value = torch.stack([aggregate(term, compact, compact.count()) for term in loss.terms]).sum()
         value.backward()
         total += value.item()
         parts.append(statistics(compact, loss))
     share = own.tokens / counts.tokens if counts.tokens else 1.0
     return merge(*parts) | {"loss": Mean(total, share), "tokens": Mean(chosen.count().tokens * share, share)}
+
+
+def checked(loss: Any, compact: Batch, function: str) -> Loss:
+    """`loss`, if an engine can train it; raises `TrainingError` that names the function which returned it."""
+    if not isinstance(loss, Loss) or not loss.terms:
+        what = "a Loss without terms" if isinstance(loss, Loss) else f"a {type(loss).__name__}"
+        raise TrainingError(f"{function} returned {what}; allowed: a Loss of terms, e.g. Loss([self.term(term_T)])")
+    parts: dict[str, Any] = {f"term {i}": t.term_T if isinstance(t, Term) else t for i, t in enumerate(loss.terms)}
+    parts |= {f"metric {name}": x for name, x in loss.metrics.items()}
+    parts |= {f"peak {name}": x for name, x in loss.peaks.items()}
+    for name, x in parts.items():
+        if not isinstance(x, Tensor) or x.shape != compact.token_T.shape:
+            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+            raise TrainingError(
+                f"{function} returned a Loss whose {name} has {what}; allowed: a tensor of one value for each of the "
+                f"{len(compact.token_T)} trained tokens, and the engine does the averaging"
+            )
+    if not any(term.term_T.requires_grad for term in loss.terms):
+        raise TrainingError(
+            f"{function} returned a Loss without gradient; at least one term must be made of the current model's "
+            "outputs, not detached"
+        )
+    return loss
 
 
 def statistics(compact: Batch, loss: Loss) -> Statistics:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -24,24 +25,26 @@ def load_model(path: str, dtype: str) -> Any:
     Dropout is set to zero whatever the configuration says: with it the KL of two equal policies is not zero.
     Raises `ModelError` naming the path when it is missing, damaged, incomplete or not a causal LM.
     """
-    directory = find(path)
+    directory, config = _configuration(path)
     logging.disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model '{path}': its config.json cannot be used: {_first_line(error)}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"model '{path}' is a {config.model_type}, not a causal language model; choose one that is")
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
     try:
+        with torch.device("meta"):  # a configuration that describes no model shows before the weights are read
+            AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise _unusable(path, error) from error
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         raise ModelError(
-            f"model '{path}': its weights cannot be loaded, download or export it again: {_first_line(error)}"
+            f"model '{path}': its weights or generation_config.json cannot be loaded, download or export it again: "
+            f"{_said(error)}"
         ) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -55,8 +58,8 @@ def load_model(path: str, dtype: str) -> Any:
 
 def context_length(path: str) -> int | None:
     """Positions that the model was built for; None if its configuration does not say."""
-    settings = AutoConfig.from_pretrained(find(path)).get_text_config().to_dict()
-    return settings.get("max_position_embeddings")
+    _, config = _configuration(path)
+    return config.get_text_config().to_dict().get("max_position_embeddings")
 
 
 def fastest_dtype() -> Literal["bfloat16", "float32"]:
@@ -70,14 +73,41 @@ def fastest_dtype() -> Literal["bfloat16", "float32"]:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a local directory or a hub name; raises `ModelError` naming the path."""
-    directory = find(path)
+    directory, _ = _configuration(path)
     try:
         return AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ModelError(
             f"model '{path}' has no tokenizer that can be loaded; tokenizer.json and tokenizer_config.json belong "
-            f"beside its config.json: {_first_line(error)}"
+            f"beside its config.json: {_said(error)}"
         ) from error
+
+
+def check_vocabulary(policy: Any, other: Any, tokenizer: Any, role: str) -> None:
+    """Raises `ModelError` naming both models if the one of `role` has no embedding for a token the policy can use."""
+    needed = min(_vocabulary(policy), max(tokenizer.get_vocab().values()) + 1)  # rows beyond them are padding
+    if (known := _vocabulary(other)) < needed:
+        raise ModelError(
+            f"the {role} '{other.name_or_path}' has a vocabulary of {known} tokens, the policy '{policy.name_or_path}' "
+            f"uses {needed}; choose a {role} with the policy's vocabulary"
+        )
+
+
+def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer: what the model's generation configuration says, and the tokenizer's.
+
+    Raises `ModelError` naming the model if the configuration names what is no token of it.
+    """
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured]
+    known = _vocabulary(model)
+    for end in ends:
+        if end is not None and not (isinstance(end, int) and 0 <= end < known):
+            raise ModelError(
+                f"model '{model.name_or_path}': eos_token_id in its generation_config.json is {end!r}; allowed: "
+                f"a token id from 0 to {known - 1}, or a list of them"
+            )
+    return tuple(sorted({*ends, tokenizer.eos_token_id} - {None}))
 
 
 def save_pretrained(model: Any, path: Path, tokenizer: Any) -> None:
@@ -91,12 +121,12 @@ def find(path: str) -> str:
 
     A name that is neither fails at once; transformers itself would try for half a minute.
     """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
+    directory = os.path.expanduser(path)
+    if os.path.isdir(directory):  # False, where pathlib raises, for a name that no file can have
+        if not os.path.isfile(os.path.join(directory, "config.json")):
             raise ModelError(f"model directory '{path}' has no config.json; it must be a Hugging Face model directory")
-        return str(directory)
-    if directory.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        return directory
+    if os.path.exists(directory) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
         raise ModelError(f"no model directory '{path}'; give a directory with a config.json, or a hub name as org/name")
 
     from huggingface_hub import snapshot_download
@@ -108,7 +138,7 @@ def find(path: str) -> str:
         raise ModelError(f"no model directory '{path}', and it is not a hub name either") from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"no model directory '{path}', and the hub does not serve a model of that name: {_first_line(error)}"
+            f"no model directory '{path}', and the hub does not serve a model of that name: {_said(error)}"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
@@ -117,5 +147,23 @@ def find(path: str) -> str:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _configuration(path: str) -> tuple[str, Any]:
+    """A model's directory and its configuration: read before anything else, for all else fails strangely without it."""
+    directory = find(path)
+    try:
+        return directory, AutoConfig.from_pretrained(directory)
+    except Exception as error:  # transformers lets through whatever a strange value causes, here and in the other loads
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: str, error: Exception) -> ModelError:
+    return ModelError(f"model '{path}': its config.json cannot be used: {_said(error)}")
+
+
+def _vocabulary(model: Any) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _said(error: Exception) -> str:
+    """What a library said, on one line."""
+    return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")

@@ -170,6 +170,11 @@ class Network:
             alone = [self.model(input_ids=s[None].to(self.device), use_cache=False).logits[0] for s in sequences]
         finally:
             install(self.model)
+        if not all(theirs_SV.isfinite().all() for theirs_SV in alone):
+            raise ModelError(
+                f"{self.name}: the model's own logits are not finite, so its weights are damaged or too large for "
+                f"{self.model.dtype}; download or export it again"
+            )
         tolerance = 0.1 if self.model.dtype.itemsize < 4 else 1e-3
         for ours_SV, theirs_SV in zip(packed_SV.split([6, 9]), alone, strict=True):
             error_S = (ours_SV - theirs_SV).norm(dim=-1) / theirs_SV.norm(dim=-1).clamp(min=1e-6)

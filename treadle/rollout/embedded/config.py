@@ -12,4 +12,4 @@ class Config(Base):
     """Generation in process, over the Hugging Face model itself."""
 
     name: Literal["embedded"] = key("rollout engine, a module of treadle.rollout", default="embedded")
-    max_sequences: int = key("sequences decoded together; more requests wait", default=64, ge=1)
+    max_sequences: int = key("sequences decoded together; more requests wait", default=64, ge=1, le=1 << 16)
