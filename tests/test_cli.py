@@ -126,8 +126,9 @@ def test_train_eval_and_inspect(tmp_path: Path, tiny_model: Path) -> None:
     assert "before" in out
     assert f"treadle inspect {run}" in " ".join(out.split())
     begin = time.monotonic()
-    code, again, err = finish("train", path)  # there is nothing left to do
+    code, again, err = finish("train", path)
     assert code == 0, err
+    assert "has done its 3 steps" in err  # there is nothing left to do
     assert "step" not in again.split("held-out")[0]
     assert time.monotonic() - begin < 30
     code, out, _ = finish("eval", run, "evaluation.samples=1")
@@ -136,6 +137,9 @@ def test_train_eval_and_inspect(tmp_path: Path, tiny_model: Path) -> None:
     code, out, _ = finish("inspect", run, "--limit", "1")
     assert code == 0
     assert "trained 24" in out
+    code, out, _ = finish("inspect", run, "--evaluation", "--step", "0", "--limit", "1")
+    assert code == 0
+    assert "evaluation/0/sampled/0.0  evaluated" in out
     code, _, err = finish("eval", tiny_model)
     assert code == 2
     assert "--config" in err

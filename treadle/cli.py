@@ -74,9 +74,10 @@ def eval_command(target: Path, overrides: tuple[str, ...], config: Path | None) 
 @main.command("inspect")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="the step whose samples are shown (default: the last one)")
+@click.option("--evaluation", is_flag=True, help="show held-out answers instead, those after --step")
 @click.option("--limit", type=click.IntRange(min=0), default=8, show_default=True, help="samples shown")
-def inspect_command(run: Path, step: int | None, limit: int) -> None:
+def inspect_command(run: Path, step: int | None, evaluation: bool, limit: int) -> None:
     """Show metrics, ledger and samples of RUN, running or not."""
     from treadle.inspector.terminal import show
 
-    show(run, step=step, limit=limit)
+    show(run, step=step, limit=limit, evaluation=evaluation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from treadle.engines.torch.engine import TorchEngine
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 Settings = RLConfig | Mapping[str, Any] | str | Path
 
 
@@ -102,6 +104,7 @@ def evaluate(
 async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFunction | None) -> dict[str, Any]:
     config, path = _concrete(config), Path(config.run.dir)
     if (summary := _finished(path, config)) is not None:
+        logger.warning("%s has done its %d steps; a larger `steps` trains on", path, summary["steps"])
         return summary
     chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
     # The parts first: a mistake that shows here leaves no run directory behind.

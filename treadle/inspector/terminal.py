@@ -39,8 +39,15 @@ EVALUATION = re.compile(r"evaluation/(?P<way>[^/]+?)(?:/(?P<part>.+)|_(?P<other>
 MOST_ROWS = 20  # of the table of metrics; more steps than that are thinned out evenly
 
 
-def show(path: Path, step: int | None = None, limit: int = 8, console: Console | None = None) -> None:
-    """Print metrics over steps, evaluations, the ledger and `limit` (≥ 0) samples of a step (default: the latest).
+def show(
+    path: Path,
+    step: int | None = None,
+    limit: int = 8,
+    console: Console | None = None,
+    evaluation: bool = False,
+) -> None:
+    """Print metrics over steps, evaluations, the ledger and `limit` (≥ 0) samples of a step (default: the latest), or
+    of the evaluation after it.
 
     Raises `RunError` where `path` is no run, a file of it is damaged, or the step has no samples.
     """
@@ -59,7 +66,7 @@ def show(path: Path, step: int | None = None, limit: int = 8, console: Console |
         _line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
     if (summary := run.read_summary()) is not None:
         _summary(console, summary)
-    files = run.samples_files("step")
+    files = run.samples_files("evaluation" if evaluation else "step")
     if step is None:
         # What a run drops after its last step lies in the file of a step that never was.
         last = steps[-1]["step"] if run.finished and steps else None

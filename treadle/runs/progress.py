@@ -11,9 +11,11 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from statistics import mean
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -50,8 +52,9 @@ class Progress:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console if console is not None else _Console()
         self._live: Live | None = None
-        self._total = self._first = self._done = 0
-        self._started = self._drawn = 0.0
+        self._total = self._done = 0
+        self._drawn = 0.0
+        self._seconds: deque[float] = deque(maxlen=8)  # that the latest steps took
         self._stages: dict[str, tuple[int, int]] = {}
         self._numbers = ""
         self._sample: tuple[str, str, float | None] | None = None
@@ -60,13 +63,18 @@ class Progress:
 
     def start(self, total_steps: int, done: int) -> None:
         """Training begins, `done` of its steps behind it."""
-        self._total, self._first, self._done = total_steps, done, done
-        self._started = time.monotonic()
+        self._total, self._done = total_steps, done
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             live = Live(self._frame(), console=self._console, auto_refresh=False)
             with self._failing_quietly():
                 live.start(refresh=True)
                 self._live = live
+        self.note(f"goes on after step {done} of {total_steps}" if done else f"begins: {total_steps} steps")
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        if self._total:
+            self._print(line)
 
     def stage(self, name: str, done: int, total: int) -> None:
         """A stage (generate, update, publish, …) of the current step has come this far."""
@@ -76,6 +84,9 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """A step is done."""
         self._done = step
+        seconds = metrics.get("time/step")
+        if isinstance(seconds, float):
+            self._seconds.append(seconds)
         self._stages = {name: (0, total) for name, (_, total) in self._stages.items()}  # rows stay: nothing jumps
         shown = [(label, metrics[name]) for name, label in SHOWN.items() if name in metrics]
         self._numbers = "   ".join(f"{label} {_number(value)}" for label, value in shown)
@@ -90,14 +101,15 @@ class Progress:
 
     def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
         """A line that stays: what the evaluation after `step` found."""
-        found = "   ".join(f"{name.removeprefix('evaluation/')} {_number(value)}" for name, value in metrics.items())
-        if self._total:
-            self._print(f"evaluation after step {step}   {found}")
+        named = {name.removeprefix("evaluation/"): value for name, value in metrics.items()}
+        shown = {name: value for name, value in named.items() if value or not name.endswith("_failed")}
+        self.note(f"evaluation after step {step}   {'   '.join(f'{n} {_number(v)}' for n, v in shown.items())}")
 
     def stop(self) -> None:
         """Leave the last frame and give the terminal back. May be called twice."""
         with self._failing_quietly():
             live, self._live = self._live, None
+            self._stages.clear()  # nothing is under way any more
             if live is not None:
                 live.update(self._frame())
                 live.stop()
@@ -156,11 +168,10 @@ class Progress:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def _left(self) -> str:
-        """Time left, by the steps of this process so far."""
-        steps = self._done - self._first
-        if steps <= 0 or self._done >= self._total:
+        """Time left, by the latest steps."""
+        if not self._seconds or self._done >= self._total:
             return ""
-        seconds = (time.monotonic() - self._started) / steps * (self._total - self._done)
+        seconds = mean(self._seconds) * (self._total - self._done)
         return f"{timedelta(seconds=round(seconds))} left"
 
 
