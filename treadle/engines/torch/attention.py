@@ -38,7 +38,7 @@ class PackedAttention:
         )
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """Variable-length FlashAttention."""
+        """Variable-length FlashAttention. Only on a GPU; not run by the tests."""
         from torch.nn.attention.varlen import varlen_attn
 
         q_SHD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (q, k, v))

@@ -20,7 +20,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def load_model(path: str, dtype: str) -> Any:
-    """A causal LM from a local directory or a hub name, in evaluation mode, without dropout, attending through plans.
+    """A causal LM from a directory or a hub name, on the GPU if there is one, attending through plans, without dropout.
 
     Dropout is set to zero whatever the configuration says: with it the KL of two equal policies is not zero.
     Raises `ModelError` naming the path when it is missing, damaged, incomplete or not a causal LM.
@@ -53,6 +53,8 @@ def load_model(path: str, dtype: str) -> Any:
             "is it the export of a causal language model?"
         )
     install(model)
+    if torch.cuda.is_available():  # not run by the tests
+        model.cuda()
     return model.eval()
 
 
