@@ -325,7 +325,7 @@ def test_sources_from_a_configuration(tmp_path: Path, tokenizer: Any) -> None:
         ("train={name: jsonl}", "train.path: missing; give a path"),
         ("train={path: x}", "train.name: missing"),
         ("train={name: jsonl, path: x, shufle: true}", "train.shufle"),
-        ("epochs=0", "epochs: 0 is not allowed; give a whole number ≥ 1 or null"),
+        ("epochs=0", "epochs: 0 is not allowed; give a whole number ≥ 1 and ≤ 1048576 or null"),
     ],
 )
 def test_configuration_mistakes(override: str, words: str) -> None:
