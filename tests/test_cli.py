@@ -116,6 +116,7 @@ def test_a_configuration_error_names_the_key_and_exits_with_2(tmp_path: Path, ti
     assert "nowhere.yaml" in err
 
 
+@pytest.mark.slow
 def test_train_eval_and_inspect(tmp_path: Path, tiny_model: Path) -> None:
     config = settings(tmp_path, tiny_model, evaluation={"samples": 2})
     config["data"]["evaluation"] = config["data"]["train"]
@@ -148,6 +149,7 @@ def test_train_eval_and_inspect(tmp_path: Path, tiny_model: Path) -> None:
     assert "not a run" in err
 
 
+@pytest.mark.slow
 def test_a_module_of_the_current_directory_is_found(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(trajectory):\n    return len(set(trajectory.response)) / 8\n")
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=1, reward="mine:reward"))

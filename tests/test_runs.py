@@ -90,6 +90,7 @@ def under_kills(path: Path, seed: int, runs: int) -> int:
     return int(kills[1])
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_started_again_records_what_an_unbroken_run_records(tmp_path: Path) -> None:
     assert under_kills(tmp_path, seed=1, runs=2) >= 2
 

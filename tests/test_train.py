@@ -123,6 +123,7 @@ def test_killed_at_any_point_the_same_command_goes_on_bit_for_bit(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_that_was_killed_loses_no_prompt_and_trains_none_twice(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -297,20 +298,7 @@ def test_a_model_that_cannot_be_written_is_named_and_the_run_goes_on(tiny_model:
     assert treadle.train(config)["steps"] == 3
 
 
-def hostile(trajectory: treadle.Trajectory) -> float:
-    raise ValueError("no such answer")
-
-
-def nothing(trajectory: treadle.Trajectory) -> Any:
-    return None
-
-
-def hanging(trajectory: treadle.Trajectory) -> float:
-    time.sleep(1000)
-    return 1.0
-
-
-HANGING = {"functions": {"tests.test_train:hanging": 1.0}}
+HANGING = {"functions": {"tests.hostile_rewards:hanging": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -322,10 +310,10 @@ HANGING = {"functions": {"tests.test_train:hanging": 1.0}}
         ({"algorithm": {"name": "grop"}}, ConfigError, "grpo"),
         ({"stepz": 3}, ConfigError, "steps"),
         ({"sampling": {"max_tokens": 1024}}, ConfigError, "1 to 1023"),
-        ({"reward": "tests.test_train:hostile"}, RewardError, "no such answer"),
-        ({"reward": "tests.test_train:nothing"}, RewardError, "None"),
+        ({"reward": "tests.hostile_rewards:hostile"}, RewardError, "no such answer"),
+        ({"reward": "tests.hostile_rewards:nothing"}, RewardError, "None"),
         ({"reward": {**HANGING, "timeout_s": 0.2, "retries": 0}}, RewardError, "0.2"),
-        ({"reward": "tests.test_train:no_such_function"}, ConfigError, "no_such_function"),
+        ({"reward": "tests.hostile_rewards:no_such_function"}, ConfigError, "no_such_function"),
     ],
     ids=str,
 )
@@ -370,6 +358,7 @@ def test_a_mistake_leaves_no_run_directory_behind(tiny_model: Path, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=100_000))
     process = started(path, tmp_path / "run", 1)
@@ -381,6 +370,7 @@ def test_two_runs_in_one_directory(tiny_model: Path, tmp_path: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_interrupted_it_ends_cleanly_with_the_books_balanced(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, settings(tmp_path, tiny_model, steps=100_000, max_staleness=1))
     process = started(path, tmp_path / "run", 2)

@@ -139,7 +139,9 @@ class _Worker:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
                 os.killpg(self._process.pid, signal.SIGKILL)
-        await self._ended()
+        with contextlib.suppress(TimeoutError):  # something that left its process group holds the pipe
+            async with asyncio.timeout(_CLOSE_S):
+                await self._ended()
 
     async def close(self) -> None:
         assert self._process.stdin is not None
@@ -154,3 +156,5 @@ class _Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
+        assert self._process.stdout is not None
+        await self._process.stdout.read()  # to its end, at which asyncio closes its side of the pipe
