@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 import signal
@@ -230,6 +231,19 @@ async def awaited(trajectory: treadle.Trajectory) -> treadle.Reward:
 def test_rewards_from_python(reward: Any, tiny_model: Path, tmp_path: Path) -> None:
     treadle.train(settings(tmp_path, tiny_model, steps=1), reward=reward)
     assert metrics(tmp_path / "run")[0]["reward/mean"] > 0
+
+
+def test_a_notebook_whose_event_loop_is_running_may_call_train(tiny_model: Path, tmp_path: Path) -> None:
+    async def cell() -> dict[str, Any]:
+        return treadle.train(settings(tmp_path, tiny_model, steps=1))
+
+    assert asyncio.run(cell())["steps"] == 1
+
+    async def wrong() -> None:
+        treadle.train(settings(tmp_path, tiny_model, steps=2, model="models/nowhere"))
+
+    with pytest.raises(ModelError, match="nowhere"):
+        asyncio.run(wrong())
 
 
 def test_a_class_defined_in_a_function_is_an_algorithm(tiny_model: Path, tmp_path: Path) -> None:
