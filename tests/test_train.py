@@ -240,7 +240,7 @@ def test_a_notebook_whose_event_loop_is_running_may_call_train(tiny_model: Path,
     assert asyncio.run(cell())["steps"] == 1
 
     async def wrong() -> None:
-        treadle.train(settings(tmp_path, tiny_model, steps=2, model="models/nowhere"))
+        treadle.train(settings(tmp_path, Path("models/nowhere"), run={"dir": str(tmp_path / "other")}))
 
     with pytest.raises(ModelError, match="nowhere"):
         asyncio.run(wrong())
