@@ -36,9 +36,9 @@ class EmbeddedEngine:
     """`handles.RolloutHandle` over `model`, in which `treadle.attention` is installed.
 
     owns_weights=True: the model is the engine's own; `load` copies new weights into it.
-    owns_weights=False: it is the very module that the trainer trains; `load(None, version)` copies nothing. Whoever
-    trains it pauses the engine from before the weights change until after that `load`, or tokens would carry the
-    version before.
+    owns_weights=False: it is the very module that the trainer trains; `load(None, version)` copies nothing. That is
+    right only where nothing is in flight while the weights change (the runtime shares at `max_staleness = 0` alone), or
+    tokens sampled under new weights would carry the version before.
     """
 
     def __init__(
