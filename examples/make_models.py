@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -95,7 +94,6 @@ def _mend_tokenizer(out: Path) -> None:
 
 
 def main() -> None:
-    logging.disable_progress_bar()
     makers = {"tiny": make_tiny, "smollm2": make_smollm2}
     if len(sys.argv) != 3 or sys.argv[1] not in makers:
         sys.exit(__doc__)
