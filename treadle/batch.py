@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from treadle.errors import RewardError
 from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -217,6 +216,7 @@ class Batch:
 
         Mini-batches take whole groups in turn, so that each holds the same number of prompts, give or take one.
         """
+        import numpy as np
         import torch
 
         rows: list[tuple[int, int, Kind, Trajectory]] = []
@@ -276,6 +276,7 @@ def _each(batch: Batch, tokens: Any, rows: Any) -> dict[str, Any]:
 
 
 def _flat(arrays: Any) -> Tensor:
+    import numpy as np
     import torch
 
     return torch.from_numpy(np.concatenate(list(arrays)))
@@ -291,6 +292,8 @@ def _columns(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, list[np.ndar
 
 def _placed(trajectory: Trajectory, reward: Reward) -> np.ndarray:
     """The reward on tokens, float32 [T]: by turn where it came by turn, else at the last sampled token."""
+    import numpy as np
+
     reward_T = np.zeros(len(trajectory.token_T), np.float32)
     if reward.turns and len(reward.turns) != len(trajectory.turn_ends):
         raise RewardError(

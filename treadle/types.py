@@ -13,9 +13,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = Mapping[str, Any]
 """One chat message, e.g. `{"role": "user", "content": "What is 2 + 3?"}`."""
@@ -206,8 +207,7 @@ class Group:
     def oldest_version(self) -> int:
         """Version of the oldest sampled token; the starting version where nothing was sampled."""
         versions = [t.version_T[t.version_T >= 0] for s in self.usable for t in s.trajectories]
-        sampled = np.concatenate(versions) if versions else np.empty(0, np.int32)
-        return int(sampled.min()) if sampled.size else self.started_version
+        return min((int(v.min()) for v in versions if v.size), default=self.started_version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from treadle.config import key
 from treadle.data.source import Order, Row, RowSource, SourceConfig
 from treadle.errors import DataError
 from treadle.types import Message
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from treadle.data.rendering import Renderer
 
 _EXAMPLE = '{"prompt": "What is 2 + 3?", "answer": "5"}'
@@ -62,6 +62,8 @@ class JsonLines(RowSource):
 
     def _index_file(self) -> None:
         """One pass: check each row, note where it begins (`R` rows), digest the whole."""
+        import numpy as np
+
         starts, lines, identities = array("q"), array("q"), array("q")
         digest, position = hashlib.blake2b(digest_size=8), 0
         try:
@@ -84,6 +86,8 @@ class JsonLines(RowSource):
 
     def _refuse_twins(self, identity_R: np.ndarray) -> None:
         """An id is a row's identity. Only hashes of ids were kept; equal ones are compared in full."""
+        import numpy as np
+
         order = np.argsort(identity_R, kind="stable")
         for at in np.flatnonzero(np.diff(identity_R[order]) == 0):
             one, other = int(order[at]), int(order[at + 1])

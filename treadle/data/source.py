@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from treadle.config import Config, key
 from treadle.errors import DataError
 from treadle.types import Message, Prompt
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from treadle.data.rendering import Renderer
     from treadle.handles import Group, PromptSource
 
@@ -65,7 +65,7 @@ class RowSource(ABC):
         self._index = 0  # prompts handed out over the run
         self._kept = 0  # of them in this epoch
         self._shortest: int | None = None  # length of the shortest prompt kept out, tokens
-        self._rows = np.empty(0, np.int64)  # the order of epoch `_rows_epoch`
+        self._rows: np.ndarray | None = None  # the order of epoch `_rows_epoch`
         self._rows_epoch = -1
         self.skipped: dict[str, int] = {}
 
@@ -127,7 +127,9 @@ class RowSource(ABC):
 
     def _numbers(self) -> np.ndarray:
         """Row numbers in this epoch's order, int64 [rows]."""
-        if self._rows_epoch != self._epoch:
+        import numpy as np
+
+        if self._rows is None or self._rows_epoch != self._epoch:
             noise = np.random.default_rng([self._order.seed, self._epoch])
             self._rows = noise.permutation(len(self)) if self._order.shuffle else np.arange(len(self))
             self._rows_epoch = self._epoch

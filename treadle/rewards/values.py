@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, cast
 
-import numpy as np
-
 from treadle.types import Reward
 
 LIMIT = 1e6
@@ -65,6 +63,8 @@ def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float], turns: 
     value = math.fsum(weights[name] * reward.value for name, reward in rewards.items())
     if not any(reward.turns for reward in rewards.values()):
         return Reward(_number(value, _SUM), parts)
+    import numpy as np
+
     by_turn = np.zeros(turns)
     for name, reward in rewards.items():
         if reward.turns:
@@ -76,6 +76,8 @@ def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float], turns: 
 
 def _number(value: Any, what: str) -> float:
     """Python, NumPy and torch scalars and booleans; nothing with a length, nothing non-finite or huge."""
+    import numpy as np
+
     scalar = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes | complex)
     if isinstance(value, np.ndarray | np.generic):
         scalar = value.dtype.kind not in "cSU"  # complex or text: NumPy would take the real part, or what it reads
@@ -102,6 +104,8 @@ def _text(name: Any) -> str:
 
 
 def _sequence(turns: Any) -> list[Any]:
+    import numpy as np
+
     if not isinstance(turns, tuple | list | np.ndarray):
         raise NotAReward(f"Reward.turns is a {type(turns).__name__}, not a tuple; {ALLOWED}")
     return list(turns)
