@@ -134,13 +134,14 @@ def test_files_without_rows(tmp_path: Path, plain: Renderer) -> None:
         json_lines(tmp_path / "empty.jsonl", plain)
     with pytest.raises(DataError, match="No such file"):
         json_lines(tmp_path / "none.jsonl", plain)
-    with pytest.raises(DataError, match="directory"):
-        json_lines(tmp_path, plain)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"no file \*.jsonl is in this directory"):
+        json_lines(tmp_path / "none", plain)
 
 
 def test_ids_must_differ(tmp_path: Path, plain: Renderer) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "a", "id": "x"}, {"prompt": "b"}, {"prompt": "c", "id": "x"})
-    with pytest.raises(DataError, match=r"d.jsonl:3: the id 'x' is that of line 1 already"):
+    with pytest.raises(DataError, match=r"d.jsonl:3: the id 'x' is that of d.jsonl:1 already"):
         json_lines(path, plain)
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, key
+from treadle.data.shuffle import shuffled
 from treadle.errors import DataError
 from treadle.types import Message, Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from treadle.data.rendering import Renderer
     from treadle.handles import Group, PromptSource
 
@@ -65,8 +64,6 @@ class RowSource(ABC):
         self._index = 0  # prompts handed out over the run
         self._kept = 0  # of them in this epoch
         self._shortest: int | None = None  # length of the shortest prompt kept out, tokens
-        self._rows: np.ndarray | None = None  # the order of epoch `_rows_epoch`
-        self._rows_epoch = -1
         self.skipped: dict[str, int] = {}
 
     @abstractmethod
@@ -90,7 +87,7 @@ class RowSource(ABC):
             if self._position == len(self):
                 self._end_epoch()
                 continue
-            row = self.row(int(self._numbers()[self._position]))
+            row = self.row(self._number())
             self._position += 1
             messages, token_ids = self._renderer(row.prompt, row.id)
             if len(token_ids) > self._renderer.max_tokens:
@@ -125,15 +122,11 @@ class RowSource(ABC):
         self._index, self._kept, self._shortest = state["index"], state["kept"], state["shortest"]
         self.skipped = dict(state["skipped"])
 
-    def _numbers(self) -> np.ndarray:
-        """Row numbers in this epoch's order, int64 [rows]."""
-        import numpy as np
-
-        if self._rows is None or self._rows_epoch != self._epoch:
-            noise = np.random.default_rng([self._order.seed, self._epoch])
-            self._rows = noise.permutation(len(self)) if self._order.shuffle else np.arange(len(self))
-            self._rows_epoch = self._epoch
-        return self._rows
+    def _number(self) -> int:
+        """The row at this position of this epoch's order."""
+        if not self._order.shuffle:
+            return self._position
+        return shuffled(self._position, len(self), f"{self._order.seed}/{self._epoch}")
 
     def _end_epoch(self) -> None:
         if not self._kept:
