@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install models test test-fast test-long curves check format clean
+.PHONY: help quickstart smoke install models test test-fast test-long curves check docs docs-serve format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -51,6 +51,12 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: $(INSTALLED)  ## build the site into site/ (a warning fails)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo site/index.html
+
+docs-serve: $(INSTALLED)  ## the site while one writes it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(INSTALLED)  ## mend what lint and format can mend
 	$(BIN)/ruff check --fix .
