@@ -156,9 +156,19 @@ class Reader:
         return output
 
 
-def commands(text: str) -> list[str]:
-    """The commands of a block of the shell, comments and line ends taken out."""
-    return [line for line in text.replace("\\\n", " ").splitlines() if shlex.split(line, comments=True)]
+def commands(text: str) -> Iterator[str]:
+    """The commands of a block of the shell, without comments; a quotation may go on over lines."""
+    command = ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        command += line
+        try:
+            words = shlex.split(command, comments=True)
+        except ValueError:  # no closing quotation yet
+            continue
+        if words:
+            yield command
+        command = ""
+    assert not command, f"no closing quotation: {command}"
 
 
 def same(shown: str, output: str) -> bool:

@@ -18,11 +18,16 @@ import treadle
 from tests.conftest import _load
 from tests.docs_reader import FENCE, Block, Reader, blocks, check, same
 from tests.runs import ROOT
+from treadle.algorithms.grpo import GRPO
+from treadle.algorithms.ppo import PPO
+from treadle.metrics import OURS, Registry
 from treadle.runtime import train
 
 HOOKS = _load(ROOT / "docs" / "hooks.py")
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+METRICS = Registry((*GRPO.metrics, *PPO.metrics))
+METRIC_FAMILIES = {metric.name.partition("/")[0] for metric in (*OURS, *GRPO.metrics, *PPO.metrics)}
 RUN_FILES = {"runs", "models"}
 """Folders that exist only where somebody has trained."""
 
@@ -41,7 +46,7 @@ def clone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(root)
     try:
-        train("examples/smoke.yaml")
+        train("examples/smoke.yaml", overrides=["threads=1"])
     finally:
         os.chdir(before)
     return root
@@ -124,7 +129,7 @@ def inline_code(page: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_keys_commands_and_names_in_sentences_exist(page: Path) -> None:
+def test_files_keys_commands_metrics_and_names_in_sentences_exist(page: Path) -> None:
     for line, code in inline_code(page):
         where = f"{name(page)}:{line}: `{code}`"
         if code.startswith(("treadle ", "make ")) and "…" not in code:
@@ -134,6 +139,8 @@ def test_files_keys_commands_and_names_in_sentences_exist(page: Path) -> None:
         elif match := re.fullmatch(r"treadle\.(\w+)(\.\w+)*(\(.*\))?", code):
             known = match[1] in treadle.__all__ or importlib.util.find_spec(f"treadle.{match[1]}") is not None
             assert known, where
+        elif re.fullmatch(r"\w+/[\w@:/]+", code) and code.partition("/")[0] in METRIC_FAMILIES:
+            assert METRICS.find(code) is not None, where
         elif (match := re.fullmatch(r"(\w+)((\.\w+)+)(=.*)?", code)) and match[1] in config_sections():
             key = match[1] + match[2]
             assert any(k == key or k.startswith(f"{key}.") for k in HOOKS.anchors()), where
