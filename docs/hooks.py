@@ -85,19 +85,22 @@ def configuration() -> str:
         lines.append("| key | meaning | allowed | default |\n|---|---|---|---|")
         for key in keys:
             name = f"[`{key.path}`](#{key.path})" if key.path in headings else f"`{key.path}`{anchor(key.path, choice)}"
-            lines.append(f"| {name} | {' | '.join(_described(key))} |")
+            lines.append(f"| {name} | {_plain(key.field.description or '')} | {_allowed(key)} | {_default(key)} |")
     return "\n".join(lines)
 
 
-def _described(key: Key) -> tuple[str, str, str]:
-    """Meaning, what is allowed, default. A section's default is that of its keys."""
-    allows = "section" if key.section else allowed(key.field.annotation, key.field.metadata)
-    default = "required" if key.required else f"`{to_line(key.default)}`"
-    return (
-        _plain(key.field.description or ""),
-        _plain(allows),
-        "" if key.section and key.default is not None else default,
-    )
+def _allowed(key: Key) -> str:
+    if not key.section:
+        return _plain(allowed(key.field.annotation, key.field.metadata))
+    where = anchors()[next(key.below()).path].rpartition(".")[0]
+    return "section" if where == key.path else f"section, keys as of [`{where}`](#{where})"
+
+
+def _default(key: Key) -> str:
+    """As YAML. A section's is that of its keys."""
+    if key.required:
+        return "required"
+    return "" if key.section and key.default is not None else f"`{to_line(key.default)}`"
 
 
 @cache
@@ -139,7 +142,8 @@ def python_names() -> str:
     """Every public name of the package: signature, fields and docstrings as they stand in the source."""
     names = sorted(treadle.__all__, key=lambda name: (name[0].isupper(), name))
     parts = [f"## `treadle.{name}` {{ #{name} }}\n\n{_documented(name)}" for name in names]
-    return "\n".join(["# Python\n", "What `import treadle` offers, as it stands in the source.\n", *parts])
+    errors = f"## Errors {{ #errors }}\n\n```text\n{inspect.getdoc(import_module('treadle.errors'))}\n```\n"
+    return "\n".join(["# Python\n", "What `import treadle` offers, as it stands in the source.\n", *parts, errors])
 
 
 def _documented(name: str) -> str:

@@ -68,6 +68,7 @@ def in_a_clone(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------- blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name)
 @pytest.mark.usefixtures("in_a_clone")
 def test_every_block_of_the_page_holds(page: Path) -> None:
@@ -103,6 +104,7 @@ def test_fences_are_of_one_kind_and_closed(page: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("in_a_clone")
+@pytest.mark.slow
 def test_a_block_that_does_not_hold_is_found(language: str, text: str, marker: str | None) -> None:
     with pytest.raises((AssertionError, ValueError, treadle.TreadleError)):
         Reader().follow(Block(README, 1, language, None, marker, text))
