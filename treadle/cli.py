@@ -1,10 +1,12 @@
-"""The command line: `treadle train · eval · inspect`.
+"""The command line: `treadle train · eval · inspect · diff · explain · schema`.
 
 Exit codes: 0 done · 1 a named error · 2 the configuration is wrong, nothing was loaded · 130 interrupted.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -81,3 +83,30 @@ def inspect_command(run: Path, step: int | None, evaluation: bool, limit: int) -
     from treadle.inspector.terminal import show
 
     show(run, step=step, limit=limit, evaluation=evaluation)
+
+
+@main.command("explain")
+@click.argument("key", required=False)
+def explain_command(key: str | None) -> None:
+    """Say what KEY of a configuration means, what is allowed, its default and where it is read; without KEY: all keys.
+
+    `treadle explain algorithm.clip_low`, `treadle explain trainer`, `treadle explain data.train.path`.
+    """
+    from treadle.config.explain import explain, overview
+    from treadle.recipes.config import RLConfig
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    click.echo(explain(RLConfig, key, width) if key is not None else overview(RLConfig, width))
+
+
+@main.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of a configuration, with which an editor completes, explains and checks it.
+
+    `treadle schema > treadle.schema.json`, then as the first line of a configuration:
+    `# yaml-language-server: $schema=treadle.schema.json`.
+    """
+    from treadle.config.schema import schema
+    from treadle.recipes.config import RLConfig
+
+    click.echo(json.dumps(schema(RLConfig), indent=2, ensure_ascii=False))

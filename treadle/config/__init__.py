@@ -2,7 +2,7 @@
 
 from treadle.config.base import Config, key
 from treadle.config.load import dump, leaves, load, plain
-from treadle.config.plugins import check_name, config_class, plugin, plugin_class, resolve
+from treadle.config.plugins import check_name, config_class, name_schema, plugin, plugin_class, resolve
 
 __all__ = [
     "Config",
@@ -12,6 +12,7 @@ __all__ = [
     "key",
     "leaves",
     "load",
+    "name_schema",
     "plain",
     "plugin",
     "plugin_class",

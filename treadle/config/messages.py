@@ -110,7 +110,7 @@ def allowed(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
         words = f"a section with the keys {', '.join(annotation.model_fields)}"
     else:
         words = _NAMES.get(annotation) or str(annotation)
-    return " ".join([words, " and ".join(bounds)]) if bounds else words
+    return f"{words}{', ' if origin in (tuple, list, dict) else ' '}{' and '.join(bounds)}" if bounds else words
 
 
 def _attributes(constraint: Any) -> list[tuple[str, Any]]:

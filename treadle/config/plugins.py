@@ -13,32 +13,46 @@ import difflib
 import importlib
 import re
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BeforeValidator, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from treadle.config.base import Config
 from treadle.config.messages import NAME_ERROR
 from treadle.errors import ConfigError, TreadleError
 
+PLUGIN = "plugin"
+"""Key that stands in a JSON Schema for what a plug-in's section may be."""
+
 _OFFERS_CONFIG = r"^class Config\(|^    Config = |^from treadle\.(?!config\b)\S+ import .*\bConfig\b"
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def plugin(folder: str, default: str | None = None) -> BeforeValidator:
+@dataclass(frozen=True, slots=True)
+class Plugin:
     """Annotates a field whose model is chosen by its key `name`; an instance given from Python is taken as it is."""
 
-    def choose(value: Any, info: ValidationInfo) -> Any:
+    folder: str
+    default: str | None = None
+
+    def models(self) -> Mapping[str, type[Config]]:
+        """The model of each of ours, the default first."""
+        return _models(self)
+
+    def _choose(self, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        name = value.get("name", default)
+        name = value.get("name", self.default)
         try:
             if not isinstance(name, str):
-                raise ConfigError(f"missing or not text. {_choices(available(folder, _OFFERS_CONFIG))}")
-            model = config_class(name, folder)
+                raise ConfigError(f"missing or not text. {_choices(available(self.folder, _OFFERS_CONFIG))}")
+            model = config_class(name, self.folder)
         except ConfigError as error:
             raise PydanticCustomError(NAME_ERROR, "{text}", {"text": str(error)}) from error
         if info.context is not None:
@@ -48,7 +62,27 @@ def plugin(folder: str, default: str | None = None) -> BeforeValidator:
         except ConfigError as error:  # becomes one line among the other mistakes
             raise ValueError(str(error)) from error
 
-    return BeforeValidator(choose)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._choose, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {PLUGIN: self}  # `treadle.config.schema` puts its models in place: they may hold plug-ins, too
+
+
+@cache  # asked of every key, and each answer reads the folder
+def _models(plugin: Plugin) -> Mapping[str, type[Config]]:
+    names = sorted(available(plugin.folder, _OFFERS_CONFIG), key=lambda name: name != plugin.default)
+    return {name: config_class(name, plugin.folder) for name in names}
+
+
+def name_schema(folder: str, offers: str = _OFFERS_CONFIG) -> dict[str, Any]:
+    """JSON Schema of a name: one of ours, or `my.module:Name`."""
+    return {"anyOf": [{"enum": available(folder, offers)}, {"type": "string", "pattern": f"^{_DOTTED.pattern}$"}]}
+
+
+def plugin(folder: str, default: str | None = None) -> Plugin:
+    """`algorithm: Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")]`."""
+    return Plugin(folder, default)
 
 
 def config_class(name: str, folder: str) -> type[Config]:

@@ -69,6 +69,12 @@ def to_text(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+def to_line(data: Any) -> str:
+    """One line, as the value of an override."""
+    style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": math.inf}
+    return yaml.dump(data, Dumper=_Dumper, **style).removesuffix("\n").removesuffix("\n...")
+
+
 # ---------------------------------------------------------------------- constructors: plain data, eagerly
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import StringConstraints, model_validator
 
@@ -16,11 +16,13 @@ from treadle.config import Config, key, load, plugin
 from treadle.data.config import DataConfig
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import OnPublish
-from treadle.recipes.collect import FailureBudget
-from treadle.rewards.scorer import RewardConfig
+from treadle.rewards.config import RewardConfig
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.runs.config import RunConfig
 from treadle.types import SamplingParams
+
+if TYPE_CHECKING:
+    from treadle.recipes.collect import FailureBudget
 
 Algorithm = Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")]
 
@@ -62,8 +64,14 @@ class ModelConfig(Config):
     model: str | None = key("directory or name; null: the policy's initial model", default=None)
 
 
+class CriticTrainerConfig(TorchConfig):
+    learning_rate: float = key("peak learning rate", default=1e-5, ge=0, le=1e3)
+
+
 class CriticConfig(ModelConfig):
-    trainer: TorchConfig = key("how the critic is trained", default=lambda: TorchConfig(learning_rate=1e-5))
+    """The critic's model and how it learns."""
+
+    trainer: CriticTrainerConfig = key("how the critic is trained", default=CriticTrainerConfig)
 
 
 class RLConfig(Config):
@@ -113,6 +121,8 @@ class RLConfig(Config):
     @property
     def failure_budget(self) -> FailureBudget:
         """How many of the latest samples, as many as a step has, may fail."""
+        from treadle.recipes.collect import FailureBudget
+
         return FailureBudget(self.reward.max_failed, self.prompts_per_step * self.algorithm.group_size)
 
     @property

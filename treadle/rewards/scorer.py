@@ -9,49 +9,15 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import field_validator, model_validator
-
-from treadle.config import Config, check_name, key, resolve
+from treadle.config import resolve
 from treadle.errors import ConfigError, RewardError
+from treadle.rewards.config import FOLDER, OFFERS, RewardConfig
 from treadle.rewards.pool import CallFailed, Pool
-from treadle.rewards.values import LIMIT, NotAReward, as_reward, combine
+from treadle.rewards.values import NotAReward, as_reward, combine
 
 if TYPE_CHECKING:
     from treadle.handles import RewardFunction
     from treadle.types import Reward, Trajectory
-
-FOLDER = "treadle.rewards"
-_OFFERS_REWARD = r"^(async )?def reward\("
-
-
-class RewardConfig(Config):
-    """Reward functions and their weights. `reward: number` is short for `reward: {functions: {number: 1.0}}`."""
-
-    functions: dict[str, float] = key(
-        "weight of each reward function: a module of treadle.rewards, or my.module:function", min_length=1
-    )
-    timeout_s: float = key("time limit of one call, seconds", default=30.0, gt=0, le=1e6)
-    retries: int = key("further tries after a call that raised or hung", default=2, ge=0, le=100)
-    workers: int = key("processes that call synchronous functions", default=2, ge=1, le=1024)
-    max_failed: float = key("share of a step's samples that may fail before the run stops", default=0.1, ge=0, le=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, data: Any) -> Any:
-        return {"functions": {data: 1.0}} if isinstance(data, str) else data
-
-    @field_validator("functions")
-    @classmethod
-    def _known(cls, functions: dict[str, float]) -> dict[str, float]:
-        for name, weight in functions.items():
-            if abs(weight) > LIMIT:
-                raise ValueError(f"the weight of {name!r} is {weight:g}; allowed: -{LIMIT:g} to {LIMIT:g}")
-            if ":" not in name:  # `my.module:function` is imported later, when all else is known to be right
-                try:
-                    check_name(name, FOLDER, _OFFERS_REWARD)
-                except ConfigError as error:
-                    raise ValueError(str(error)) from error
-        return functions
 
 
 def make_scorer(config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> RewardScorer:
@@ -143,7 +109,7 @@ class RewardScorer:
 
 
 def _found(name: str) -> RewardFunction:
-    thing = resolve(name, FOLDER, _OFFERS_REWARD)
+    thing = resolve(name, FOLDER, OFFERS)
     function: Any = thing.reward if isinstance(thing, ModuleType) else thing
     if not callable(function):
         raise ConfigError(f"reward.functions: {name} is a {type(function).__name__}, not a function")

@@ -1,0 +1,162 @@
+"""`treadle explain`: every key with its meaning, range, default and readers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import pytest
+
+from tests.runs import ROOT, finish
+from treadle.algorithms.base import AlgorithmConfig
+from treadle.config import Config, key, plugin
+from treadle.config.explain import explain, overview
+from treadle.config.keys import find, tree
+from treadle.config.uses import uses
+from treadle.errors import ConfigError
+from treadle.recipes.config import RLConfig
+
+PATHS = list(dict.fromkeys(key.path for key in tree(RLConfig)))
+
+
+class Item(Config):
+    size: int = key("how large", default=1, ge=0)
+
+
+class Nested(Config):
+    items: tuple[Item, ...] = key("a list of sections", default=())
+    named: dict[str, Item] = key("sections by name", default={})
+    pair: tuple[int, float] | None = key("two numbers", default=None)
+    algorithms: list[Annotated[AlgorithmConfig, plugin("treadle.algorithms")]] = key("several", default=[])
+    other: Item | None = key("perhaps a section", default=None)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_key_is_told_with_meaning_default_and_a_place_that_reads_it(path: str) -> None:
+    text = explain(RLConfig, path)
+    found = find(RLConfig, path)
+    assert text.startswith(f"{path}\n")
+    assert all(key.field.description and key.field.description.split()[0] in text for key in found)
+    assert "  default  " in text or any(key.section for key in found)
+    assert re.search(r"read at  treadle/\S+\.py:\d+", text)
+
+
+def test_what_is_said_to_read_a_key_does() -> None:
+    for path in PATHS:
+        name = path.rpartition(".")[2]
+        for place in uses(path, [k.owner for k in find(RLConfig, path)]):
+            file, line = place.split(":")
+            assert re.search(rf"\.{name}\b", (ROOT / file).read_text().splitlines()[int(line) - 1]), place
+
+
+def test_readers_are_told_from_other_things_of_the_same_name() -> None:
+    readers = {path: " ".join(uses(path, [k.owner for k in find(RLConfig, path)])) for path in PATHS}
+    assert "recipes/config.py" in readers["evaluation.temperature"]
+    assert "types.py" not in readers["evaluation.temperature"]  # a trajectory has one, too
+    assert readers["evaluation.temperature"] != readers["sampling.temperature"]
+    assert "engines/torch/optimizer.py" in readers["critic.trainer.learning_rate"]
+    assert "algorithms/ppo.py" in readers["algorithm.clip_low"]
+    assert "algorithms/grpo.py" not in readers["algorithm.gamma"]
+
+
+def test_a_key_that_several_names_bring() -> None:
+    text = explain(RLConfig, "algorithm.group_size")
+    assert "a whole number ≥ 1 and ≤ 65536" in text
+    assert re.search(r"default  8 \(.*ppo: 1", text)
+    only = explain(RLConfig, "algorithm.gamma")
+    assert "with     name: ppo" in only
+    estimator = explain(RLConfig, "algorithm.kl_estimator")
+    assert "name: ppo" in estimator.split("name: grpo")[1]  # they mean different things: one block each
+    assert re.search(r"allowed  grpo, .*ppo.*, or your own my\.module:Class", explain(RLConfig, "algorithm.name"))
+    assert "default  1.0e-05" in explain(RLConfig, "critic.trainer.learning_rate")
+    assert "default  1.0e-06" in explain(RLConfig, "trainer.learning_rate")
+
+
+def test_a_section_shows_who_may_be_chosen_and_its_keys() -> None:
+    text = explain(RLConfig, "algorithm", 80)
+    assert re.search(r"^  name: grpo +GRPO: group relative policy optimization", text, re.MULTILINE)
+    assert re.search(r"^  gamma +1\.0 +ppo: discount per token$", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"^  temperature +1\.0 +divides the logits$", explain(RLConfig, "sampling"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+def test_the_tree_of_all_keys_has_one_line_each(width: int | None) -> None:
+    *lines, _, footer = overview(RLConfig, width).splitlines()
+    assert "explain KEY" in footer
+    names = [line.split()[0] for line in lines]
+    assert {path.partition(".")[0] for path in PATHS} <= set(names)
+    assert names.count("top_k") == 1
+    assert "keys as in data.train" in overview(RLConfig)
+    assert sum(line.startswith("  train ") for line in lines) == 1
+    if width is not None:
+        assert max(map(len, lines)) <= width
+        assert len({line.rfind("  ", 0, 60) for line in lines if " required " in line}) == 1  # aligned
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [
+        ("algorithm.clip", "algorithm.clip_low"),
+        ("sampling.temprature", "sampling.temperature"),
+        ("group_size", "algorithm.group_size"),
+        ("trainer.learning_rat", "trainer.learning_rate"),
+        ("data.train.pth", "data.train.path"),
+        ("run.dir.x", "run.dir"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(asked)}: there is no such key; did you mean {nearest}\?"):
+        explain(RLConfig, asked)
+
+
+@pytest.mark.parametrize("asked", ["", ".", "xyzzy", "ключ", "a" * 5000, "[0]", "\x1b[31m", "algorithm..", "🙂.🙂"])
+def test_nonsense_is_no_key(asked: str) -> None:
+    with pytest.raises(ConfigError, match="there is no such key"):
+        explain(RLConfig, asked)
+
+
+def test_items_of_lists_mappings_and_unions() -> None:
+    paths = [key.path for key in tree(Nested)]
+    assert {"items[].size", "named.*.size", "algorithms[].clip_low", "other.size"} <= set(paths)
+    for asked in ("items[].size", "items[3].size", "items.size", "named.mine.size", "other.size"):
+        assert "a whole number ≥ 0" in explain(Nested, asked)
+    assert "0.2" in explain(Nested, "algorithms[0].clip_low")
+    assert "a list: a whole number, then a number, 2 of them or null" in explain(Nested, "pair")
+    assert "weight of each reward function" in explain(RLConfig, "reward.functions.number")
+    assert "keys as in items" not in overview(Nested)
+
+
+def test_what_may_hold_itself_is_told_once() -> None:
+    class Tree(Config):
+        left: Tree | None = key("the same again", default=None)
+        leaf: int = key("its value", default=0)
+
+    Tree.model_rebuild(_types_namespace={"Tree": Tree})
+    assert [key.path for key in tree(Tree)] == ["left", "leaf"]
+    assert "its value" in explain(Tree, "left.left.leaf")
+
+
+def test_a_section_that_is_left_out_is_as_its_keys_say() -> None:
+    """So one default can be shown for a key, whether its section is there or not."""
+
+    def sections(config: type[Config]) -> Iterator[tuple[str, Any, Any]]:
+        for each in tree(config):
+            models = [inside.model for inside in each.inside() if inside.place == "" and inside.plugin is None]
+            if models and not each.required and each.default is not None:
+                yield each.path, each.field.get_default(call_default_factory=True), models[0]()
+
+    found = list(sections(RLConfig))
+    assert "critic.trainer" in [path for path, *_ in found]
+    for path, left_out, empty in found:
+        assert left_out == empty, path
+
+
+def test_on_the_command_line() -> None:
+    code, out, err = finish("explain", "sampling.temperature")
+    assert (code, err) == (0, "")
+    assert "divides the logits" in out
+    code, out, err = finish("explain", "algorithm.gruop_size")
+    assert (code, out) == (2, "")
+    assert "did you mean algorithm.group_size?" in err
