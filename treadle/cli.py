@@ -85,6 +85,17 @@ def inspect_command(run: Path, step: int | None, evaluation: bool, limit: int) -
     show(run, step=step, limit=limit, evaluation=evaluation)
 
 
+@main.command("diff")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path))
+@click.option("--last", type=click.IntRange(min=1), default=10, show_default=True, help="steps that means are over")
+def diff_command(run: Path, other: Path, last: int) -> None:
+    """Compare two runs: configuration, code and machine, evaluations, metrics."""
+    from treadle.inspector.diff import show
+
+    show(run, other, last=last)
+
+
 @main.command("explain")
 @click.argument("key", required=False)
 def explain_command(key: str | None) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from treadle.errors import RunError
+from treadle.inspector.screen import cell, line, number, status
 from treadle.runs.directory import RunDirectory
 from treadle.runs.ledger import read_totals
 from treadle.runs.metrics import read_rows
 from treadle.runs.samples import read_samples
-from treadle.runs.text import encodable, readable
+from treadle.runs.text import readable
 
 Row = dict[str, Any]
 
@@ -56,14 +56,14 @@ def show(
     console = console if console is not None else Console()
     run = RunDirectory.existing(path)
     steps, evaluations = read_rows(run.metrics), read_rows(run.evaluations)
-    _line(console, f"{run.path}: {_status(run)}, {steps[-1]['step'] if steps else 0} steps recorded", "bold")
+    line(console, f"{run.path}: {status(run)}, {steps[-1]['step'] if steps else 0} steps recorded", "bold")
     if steps:
         _metrics(console, steps)
     if evaluations:
         _evaluations(console, evaluations)
     if run.ledger.exists():
         totals = {name: n for name, n in read_totals(run.ledger).items() if n}
-        _line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
+        line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
     if (summary := run.read_summary()) is not None:
         _summary(console, summary)
     files = run.samples_files("evaluation" if evaluation else "step")
@@ -84,15 +84,15 @@ def conclude(path: Path, console: Console | None = None) -> None:
         table = Table("held-out", box=None)
         for heading in ("before", "after", "change"):
             table.add_column(heading, justify="right")
-        for name, label in _held_out((rows[0], rows[-1])).items():
+        for name, label in held_out((rows[0], rows[-1])).items():
             was, now = rows[0].get(name), rows[-1].get(name)
             change = f"{now - was:+.3f}" if isinstance(was, float | int) and isinstance(now, float | int) else None
             cells = (f"{x:.3f}" if isinstance(x, float | int) else x for x in (was, now))
-            table.add_row(*(_cell(console, text) for text in (label, *cells, change)))
+            table.add_row(*(cell(console, text) for text in (label, *cells, change)))
         console.print(table)
-    _line(console, f"curves  {run.curves}")
-    _line(console, f"model   {run.model}")
-    _line(console, f"Next: treadle inspect {run.path} shows metrics, books and samples.")
+    line(console, f"curves  {run.curves}")
+    line(console, f"model   {run.model}")
+    line(console, f"Next: treadle inspect {run.path} shows metrics, books and samples.")
 
 
 def show_numbers(numbers: Row, console: Console | None = None) -> None:
@@ -100,25 +100,19 @@ def show_numbers(numbers: Row, console: Console | None = None) -> None:
     console = console if console is not None else Console()
     table = Table(box=None, show_header=False)
     for name, value in sorted(numbers.items()):
-        table.add_row(_cell(console, name), _cell(console, value))
+        table.add_row(cell(console, name), cell(console, value))
     console.print(table)
-
-
-def _status(run: RunDirectory) -> str:
-    if holder := run.holder():
-        return f"running ({holder})"
-    return "finished" if run.finished else "stopped before its end (the same command goes on with it)"
 
 
 def _metrics(console: Console, rows: Sequence[Row]) -> None:
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     table = Table("step", *(COLUMNS[n] for n in names), title="training", title_justify="left", box=None)
     for row in _thinned(rows):
-        table.add_row(str(row["step"]), *(_cell(console, row.get(n)) for n in names))
+        table.add_row(str(row["step"]), *(cell(console, row.get(n)) for n in names))
     console.print(table)
 
 
-def _held_out(rows: Sequence[Row]) -> dict[str, str]:
+def held_out(rows: Sequence[Row]) -> dict[str, str]:
     """What these evaluations found, by key, and its name for people: rewards, tokens, failures where there were any."""
     found: list[tuple[int, bool, str, str]] = []
     for name in {k for row in rows for k, value in row.items() if value or not k.endswith("_failed")}:
@@ -131,19 +125,19 @@ def _held_out(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _evaluations(console: Console, rows: Sequence[Row]) -> None:
-    names = _held_out(rows)
+    names = held_out(rows)
     table = Table("step", title="evaluation", title_justify="left", box=None)
     for label in names.values():
-        table.add_column(_cell(console, label))
+        table.add_column(cell(console, label))
     for row in _thinned(rows):
-        table.add_row(str(row["step"]), *(_cell(console, row.get(n)) for n in names))
+        table.add_row(str(row["step"]), *(cell(console, row.get(n)) for n in names))
     console.print(table)
 
 
 def _summary(console: Console, summary: Row) -> None:
     for name, value in summary.items():
         if not isinstance(value, dict):
-            _line(console, readable(f"{name}  {value if isinstance(value, str) else _number(value)}"))
+            line(console, readable(f"{name}  {value if isinstance(value, str) else number(value)}"))
 
 
 def _samples(console: Console, run: RunDirectory, files: Mapping[int, Path], step: int, limit: int) -> None:
@@ -152,12 +146,12 @@ def _samples(console: Console, run: RunDirectory, files: Mapping[int, Path], ste
         raise RunError(f"{run.path}: no samples of step {step}. Recorded steps: {recorded}.")
     columns = ["sample", "state", "why", "reward", "messages", "response"]
     rows = read_samples(files[step], columns)
-    _line(console, f"step {step}: {min(limit, len(rows))} of {len(rows)} samples", "bold")
+    line(console, f"step {step}: {min(limit, len(rows))} of {len(rows)} samples", "bold")
     for row in rows[:limit]:
         why = f" ({readable(row['why'], 200)})" if row["why"] else ""
-        _line(console, f"{readable(row['sample'])}  {row['state']}{why}  reward {_number(row['reward'])}", "cyan")
-        _line(console, f"  prompt    {readable(_prompt(row['messages']), 300)}", "dim")
-        _line(console, f"  response  {readable(row['response'] or '', 600)}")
+        line(console, f"{readable(row['sample'])}  {row['state']}{why}  reward {number(row['reward'])}", "cyan")
+        line(console, f"  prompt    {readable(_prompt(row['messages']), 300)}", "dim")
+        line(console, f"  response  {readable(row['response'] or '', 600)}")
 
 
 def _prompt(messages: str | None) -> str:
@@ -171,18 +165,3 @@ def _thinned(rows: Sequence[Row]) -> list[Row]:
     if len(rows) <= MOST_ROWS:
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / (MOST_ROWS - 1))] for i in range(MOST_ROWS)]
-
-
-def _number(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "–" if value is None else readable(str(value), 80)
-
-
-def _cell(console: Console, value: object) -> Text:
-    return Text(encodable(_number(value), console.encoding))
-
-
-def _line(console: Console, line: str, style: str = "") -> None:
-    # A Text is shown as it is: square brackets in it are no markup.
-    console.print(Text(encodable(line, console.encoding), style=style), soft_wrap=True)

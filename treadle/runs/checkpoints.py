@@ -82,9 +82,9 @@ class Checkpoints:
         return _search(directory)[0]
 
     @staticmethod
-    def exist(directory: Path) -> bool:
-        """Whether there is a checkpoint, by the sizes of its files."""
-        return any(_fault(path, step) is None for step, path in _all(directory))
+    def step(directory: Path) -> int | None:
+        """Step of the newest checkpoint that is whole by the sizes of its files; None if there is none."""
+        return next((step for step, path in _all(directory) if _fault(path, step) is None), None)
 
     # ------------------------------------------------------------------ inside
 

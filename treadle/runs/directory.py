@@ -36,6 +36,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
+        self.environment = path / "environment.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.samples = path / "samples"
@@ -46,6 +47,7 @@ class RunDirectory:
         self.log = path / "log.txt"
         self.curves = path / "curves.png"
         self.model = path / "model"
+        self.trackers = path / "trackers"
         self.lock = path / "run.lock"
         self._held: IO[str] | None = None
         with reading(path, "Name another directory."):
@@ -121,6 +123,10 @@ class RunDirectory:
         with reading(self.config, "Put back the configuration that the run was started with."):
             return self.config.read_text(encoding="utf-8").removeprefix(HEADER)
 
+    def settings(self) -> dict[str, Any]:
+        """The configuration by dotted key."""
+        return leaves(from_text(self.config_text, str(self.config)))
+
     def read_summary(self) -> dict[str, Any] | None:
         """What the run wrote when it finished: at least `steps` (int) and `data_ended` (bool)."""
         if not self.finished:
@@ -138,7 +144,7 @@ class RunDirectory:
 
     def samples_files(self, what: str) -> dict[int, Path]:
         """The files that `samples_file` names and that are there, by step; whatever else lies there is left out."""
-        there = [path for path in self.samples.glob(f"{what}_*.parquet") if path.is_file()]
+        there = {path for path in self.samples.glob(f"{what}_*.parquet") if path.is_file()}
         numbers = (path.stem.removeprefix(f"{what}_") for path in there)
         return {n: p for n in map(int, filter(str.isdecimal, numbers)) if (p := self.samples_file(what, n)) in there}
 
@@ -200,10 +206,10 @@ class RunDirectory:
 
     def _settle_config(self, text: str, free: Collection[str]) -> None:
         if self._is_run():
-            old, new = _leaves(from_text(self.config_text, str(self.config))), _leaves(from_text(text, "config"))
+            old, new = self.settings(), leaves(from_text(text, "config"))
             changed = [k for k in sorted(old.keys() | new.keys()) if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
             fixed = [k for k in changed if not any(fnmatchcase(k, pattern) for pattern in free)]
-            any_whole = Checkpoints.exist(self.checkpoints)
+            any_whole = Checkpoints.step(self.checkpoints) is not None
             if changed:
                 self.refuse_loss(any_whole)
             if fixed and any_whole:  # else it begins anew, with nothing to lose
@@ -221,8 +227,8 @@ class RunDirectory:
 _ABSENT = "(absent)"
 
 
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Leaf values by dotted key: `{"a": {"b": 1}}` gives `{"a.b": 1}`."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {k: v for name, value in tree.items() for k, v in _leaves(value, f"{prefix}.{name}".lstrip(".")).items()}
+    return {k: v for name, value in tree.items() for k, v in leaves(value, f"{prefix}.{name}".lstrip(".")).items()}
