@@ -530,7 +530,7 @@ def test_the_same_requests_give_the_same_bits(llama: Any, prompt: int, passes: i
     def once() -> tuple[list[Completion], list[tuple[float, float]]]:
         own, device = engine(hooked(llama), rows=64)
         seen: list[tuple[float, float]] = []
-        device.before = lambda _: seen.append((own.stats()["running"], own._runner.decode_steps))
+        device.before = lambda _: seen.append((own.stats()["running"], own.stats()["decode_steps"]))
         requests = [ask(f"{i // 8}.{i}", tokens(prompt, i // 4), 6 + i % 7, prefix=f"{i // 8}") for i in range(48)]
         completions = run(lambda: asyncio.gather(*[nested(own, r, 6 * (n % 2)) for n, r in enumerate(requests)]))
         return completions, seen

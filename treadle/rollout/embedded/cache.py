@@ -1,149 +1,177 @@
-"""Keys and values of running sequences, and the attention over them.
+"""Keys and values of running sequences.
 
-One dense slot per running sequence and layer: keys [R, K, C, D], of which sequence `i` owns row `i` and uses its first
-tokens. Suffixes: R rows · K key/value heads · G query heads that share one · C capacity · L longest row now ·
-S new positions of this pass · D head size · H = K·G query heads.
+A *slot* holds the positions of one sequence, or of one prompt that several sequences share. Slots of one capacity stand
+densely on a *shelf*: keys and values [R, K, C, D] for each layer, with C = 64, 128, 256 and so on; a slot that is full
+moves to the next shelf. So nothing grows per token, memory is about twice what the tokens need at most, and all
+sequences of a shelf can attend in one batched product without paying for a much longer one.
 
-Memory is rows × longest sequence: one very long sequence makes every row's slot as long.
+Suffixes: R slots · K key/value heads · C capacity · D head size · S new positions of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_STEP = 64  # positions that capacity grows by, at least
+_SMALLEST = 64
 
 
-class KeyValueCache:
-    """Slots that grow in steps, never per token. Fresh memory is zero: a masked position must not hold a NaN."""
+@dataclass(eq=False, slots=True)
+class Slot:
+    shelf: Shelf
+    index: int
 
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._rows = 0
-        self._capacity = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, stop, D] of the first positions: a view."""
+        keys, values = self.shelf.layers[layer]
+        return keys[self.index, :, :stop], values[self.index, :, :stop]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for pair in self._layers.values() for x in pair)
+    def write(self, layer: int, start: int, key_KSD: Tensor, value_KSD: Tensor) -> None:
+        keys, values = self.shelf.of(layer, key_KSD, value_KSD)
+        keys[self.index, :, start : start + key_KSD.shape[1]] = key_KSD
+        values[self.index, :, start : start + value_KSD.shape[1]] = value_KSD
 
-    def drop(self) -> None:
-        """Give the memory back; rows and their contents are gone."""
-        self._rows = self._capacity = 0
-        self._layers.clear()
+    def copy_from(self, other: Slot, length: int) -> None:
+        for layer in other.shelf.layers:
+            self.write(layer, 0, *other.read(layer, length))
 
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for this many rows of this many positions, contents kept."""
-        if rows > self._rows:
-            self._rows = min(self._max_rows, max(rows, 2 * self._rows))
-        if capacity > self._capacity:
-            wanted = max(capacity, self._capacity + self._capacity // 4)
-            self._capacity = -(-wanted // _STEP) * _STEP
-        for layer, pair in self._layers.items():
-            self._layers[layer] = (self._grown(pair[0]), self._grown(pair[1]))
 
-    def slots(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of one layer, [R, K, C, D] each; `key` and `value` [1, K, S, D] say what they must hold."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._fresh(key), self._fresh(value))
-        return self._layers[layer]
+class Shelf:
+    """Slots of one capacity; the i-th of `slots` has index i."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one row over another's."""
-        for pair in self._layers.values():
-            for slots in pair:
-                slots[target, :, :length] = slots[source, :, :length]
+    def __init__(self, capacity: int, dtype: torch.dtype | None) -> None:
+        self.capacity, self._dtype = capacity, dtype
+        self.slots: list[Slot] = []
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._room = 0  # slots that there is memory for
 
-    def read(self, row: int, length: int) -> list[tuple[int, Tensor, Tensor]]:
-        """A copy of a row's first positions, layer by layer."""
-        return [(n, k[row, :, :length].clone(), v[row, :, :length].clone()) for n, (k, v) in self._layers.items()]
+    def add(self, count: int) -> list[Slot]:
+        needed = len(self.slots) + count
+        if needed > self._room:
+            self._room = max(needed, min(2 * self._room, self._room + 64))
+            self.layers = {n: (self._grown(k), self._grown(v)) for n, (k, v) in self.layers.items()}
+        new = [Slot(self, i) for i in range(len(self.slots), needed)]
+        self.slots += new
+        return new
 
-    def write(self, row: int, states: Iterable[tuple[int, Tensor, Tensor]]) -> None:
-        """Put what `read` gave at the start of a row."""
-        for layer, key, value in states:
-            slots = self.slots(layer, key[None], value[None])
-            slots[0][row, :, : key.shape[1]] = key
-            slots[1][row, :, : value.shape[1]] = value
+    def retain(self, kept: Set[Slot]) -> None:
+        """Forget all other slots; the last ones fill the holes."""
+        stay = [s for s in self.slots if s in kept]
+        if len(stay) == len(self.slots):
+            return
+        holes = [i for i, s in enumerate(self.slots[: len(stay)]) if s not in kept]
+        movers = [s for s in self.slots[len(stay) :] if s in kept]
+        self._copy([s.index for s in movers], self, holes)
+        for slot, hole in zip(movers, holes, strict=True):
+            slot.index, self.slots[hole] = hole, slot
+        del self.slots[len(stay) :]
+
+    def hand_over(self, leaving: Sequence[Slot], to: Shelf) -> None:
+        """Move slots, contents and all, to a shelf of a larger capacity."""
+        places = to.add(len(leaving))
+        self._copy([s.index for s in leaving], to, [p.index for p in places])
+        self.retain({*self.slots} - {*leaving})
+        for slot, place in zip(leaving, places, strict=True):
+            slot.shelf, slot.index = to, place.index
+            to.slots[place.index] = slot
+
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, made the first time: for heads such as those of these tensors [K, …, D]."""
+        if layer not in self.layers:
+            self.layers[layer] = (self._fresh(key), self._fresh(value))
+        return self.layers[layer]
+
+    def _copy(self, sources: Sequence[int], to: Shelf, targets: Sequence[int]) -> None:
+        if sources:
+            for layer, (keys, values) in self.layers.items():
+                their_keys, their_values = to.of(layer, keys[0], values[0])
+                their_keys[targets, :, : self.capacity] = keys[sources]
+                their_values[targets, :, : self.capacity] = values[sources]
 
     def _fresh(self, like: Tensor) -> Tensor:
-        # CPU kernels for a few query rows per head are several times slower in bfloat16 than in float32.
-        dtype = torch.float32 if like.device.type == "cpu" else like.dtype
-        return like.new_zeros((self._rows, like.shape[1], self._capacity, like.shape[3]), dtype=dtype)
+        """Zeros, for a masked position must not hold a NaN."""
+        heads, size, dtype = like.shape[-3 if like.dim() == 4 else 0], like.shape[-1], self._dtype or like.dtype
+        if like.is_cuda:  # the heads of a position stand together, as variable-length attention reads them
+            return like.new_zeros((self._room, self.capacity, heads, size), dtype=dtype).transpose(1, 2)
+        return like.new_zeros((self._room, heads, self.capacity, size), dtype=dtype)
 
-    def _grown(self, slots: Tensor) -> Tensor:
-        rows, heads, capacity, size = slots.shape
-        if (rows, capacity) == (self._rows, self._capacity):
-            return slots
-        grown = slots.new_zeros((self._rows, heads, self._capacity, size))
-        grown[:rows, :, :capacity] = slots
+    def _grown(self, before: Tensor) -> Tensor:
+        grown = self._fresh(before)
+        grown[: len(self.slots)] = before[: len(self.slots)]
         return grown
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """New positions `start … stop` of one row; its earlier positions are in the cache."""
+class Shelves(Mapping[int, Shelf]):
+    """Slots of all capacities; the shelves by capacity."""
 
-    row: int
-    start: int
-    stop: int
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        """dtype: None for that of what is written first."""
+        self._dtype = dtype
+        self._shelves: dict[int, Shelf] = {}
+
+    def __getitem__(self, capacity: int) -> Shelf:
+        return self._shelves[capacity]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._shelves))
+
+    def __len__(self) -> int:
+        return len(self._shelves)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for shelf in self.values() for pair in shelf.layers.values() for x in pair)
+
+    def add(self, lengths: Sequence[int]) -> list[Slot]:
+        """A slot for each length."""
+        wanted = [self._capacity(length) for length in lengths]
+        new = {c: iter(self._shelf(c).add(wanted.count(c))) for c in dict.fromkeys(wanted)}
+        return [next(new[c]) for c in wanted]
+
+    def make_room(self, length: Mapping[Slot, int]) -> None:
+        """Move every slot that is too small for the length it needs."""
+        small = [s for s, needed in length.items() if needed > s.shelf.capacity]
+        moves: dict[tuple[Shelf, int], list[Slot]] = {}
+        for slot in small:
+            moves.setdefault((slot.shelf, self._capacity(length[slot])), []).append(slot)
+        for (shelf, capacity), leaving in moves.items():
+            shelf.hand_over(leaving, self._shelf(capacity))
+
+    def retain(self, kept: Set[Slot]) -> None:
+        """Forget all other slots; their memory stays for the next ones."""
+        for shelf in self._shelves.values():
+            shelf.retain(kept)
+
+    def drop(self) -> None:
+        """Give the memory back, contents and all."""
+        self._shelves.clear()
+
+    def _shelf(self, capacity: int) -> Shelf:
+        return self._shelves.setdefault(capacity, Shelf(capacity, self._dtype))
+
+    @staticmethod
+    def _capacity(length: int) -> int:
+        return max(_SMALLEST, 1 << (length - 1).bit_length())
 
 
-class PackedPlan:
-    """Many new tokens for each of a few rows, laid end to end: prompts, or what a preempted row had sampled."""
+@dataclass(eq=False, slots=True)
+class Row:
+    """Where one sequence is: its first `shared` positions in the slot of a prompt, the others in its own."""
 
-    def __init__(self, cache: KeyValueCache, spans: Sequence[Span]) -> None:
-        self._cache = cache
-        self._spans = spans
-        self.longest = max(span.stop for span in spans)
-        self.layers: set[int] = set()
+    own: Slot
+    prompt: Slot | None = None
+    shared: int = 0
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        self.layers.add(layer)
-        keys, values = self._cache.slots(layer, k, v)
-        out, offset = [], 0
-        for span in self._spans:
-            new = slice(offset, offset := offset + span.stop - span.start)
-            keys[span.row, :, span.start : span.stop] = k[0, :, new]
-            values[span.row, :, span.start : span.stop] = v[0, :, new]
-            own_q, own_k, own_v, mask = q[:, :, new], k[:, :, new], v[:, :, new], None
-            if span.start:
-                own_q = own_q.to(keys.dtype)
-                own_k, own_v = (slots[None, span.row, :, : span.stop] for slots in (keys, values))
-                shape = (span.stop - span.start, span.stop)
-                mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(span.start)
-            attended = F.scaled_dot_product_attention(
-                own_q, own_k, own_v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-            )
-            out.append(attended.to(q.dtype))
-        return torch.cat(out, dim=2)
+    def write(self, layer: int, start: int, key_KSD: Tensor, value_KSD: Tensor) -> None:
+        self.own.write(layer, start - self.shared, key_KSD, value_KSD)
 
-
-class DecodePlan:
-    """One new token for each of the rows 0 … R-1: all rows attend at once, over slots padded to the longest."""
-
-    def __init__(self, cache: KeyValueCache, length_R: Tensor) -> None:
-        """length_R: positions already in the cache, int64."""
-        self._cache = cache
-        self._at_R = length_R
-        self._row_R = torch.arange(len(length_R), device=length_R.device)
-        self.longest = int(length_R.max()) + 1
-        self._hidden_R11L = (torch.arange(self.longest, device=length_R.device) > length_R[:, None])[:, None, None]
-        self.layers: set[int] = set()
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        self.layers.add(layer)
-        keys, values = self._cache.slots(layer, k, v)
-        keys[self._row_R, :, self._at_R] = k[0].transpose(0, 1).to(keys.dtype)
-        values[self._row_R, :, self._at_R] = v[0].transpose(0, 1).to(values.dtype)
-        rows, heads = len(self._row_R), keys.shape[1]
-        # The query heads that share a key head become the rows of one matrix product: keys are never repeated.
-        q_RKGD = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[-1]).to(keys.dtype)
-        score_RKGL = torch.matmul(q_RKGD * scaling, keys[:rows, :, : self.longest].transpose(2, 3))
-        prob_RKGL = score_RKGL.masked_fill_(self._hidden_R11L, float("-inf")).float().softmax(-1).to(values.dtype)
-        out_RKGD = torch.matmul(prob_RKGL, values[:rows, :, : self.longest])
-        return out_RKGD.to(q.dtype).reshape(1, rows, q.shape[1], -1).transpose(1, 2)
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, stop, D] of the first positions."""
+        own = self.own.read(layer, stop - self.shared)
+        if self.prompt is None:
+            return own
+        first = self.prompt.read(layer, self.shared)
+        return torch.cat([first[0], own[0]], 1), torch.cat([first[1], own[1]], 1)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import RolloutError, WeightSyncError
+from treadle.rollout.embedded.choice import choose
 from treadle.rollout.embedded.config import Config
 from treadle.rollout.embedded.generation import Decoder, Generation, check
 from treadle.rollout.embedded.runner import Runner, Sampled
@@ -44,14 +46,14 @@ class EmbeddedEngine:
     def __init__(
         self, model: Any, tokenizer: Decoder | None, config: Config, device: Device, *, owns_weights: bool
     ) -> None:
-        self._runner = Runner(model, config.max_sequences)
+        self._runner = Runner(model, choose(config.kernels, model))
         self._decoder = tokenizer  # for stop strings only
         self._max_rows = config.max_sequences
         self._device = device
         self._owns_weights = owns_weights
         self._version = 0
         self._waiting: list[Generation] = []  # in order of rank
-        self._rows: list[Generation] = []  # the i-th owns row i of the cache
+        self._rows: list[Generation] = []  # they have a place in the cache
         self._arrived = 0
         self._tokens = 0
         self._paused = self._asleep = self._draining = self._closed = False
@@ -98,7 +100,9 @@ class EmbeddedEngine:
                     if on_publish != "continue":
                         self._preempt()
                     self._runner.prefixes.clear()
-                    if weights is not None:
+                    if weights is None:
+                        self._runner.refresh()
+                    else:
                         await self._copy(weights)
                     self._version = version
             finally:
@@ -127,18 +131,20 @@ class EmbeddedEngine:
         self._start()
 
     def stats(self) -> Mapping[str, float]:
-        """queue, running: requests now · tokens: sampled so far · decode_steps: passes of one token a row ·
-        prompt_tokens: computed in prompt passes (again after a preemption) · prefix_hits: prompts copied instead ·
-        cache_bytes: of keys and values now · version: of the weights."""
+        """queue, running: requests now · tokens: sampled so far · version: of the weights · cache_bytes: of keys and
+        values now · native_kernels, own_decoder: 1 where the compiled kernels, and the engine's own forward pass, are
+        used · prefix_hits: prompts shared instead of computed · and of decode steps and prompt passes so far: how many,
+        their tokens (a prompt counts again after a preemption), seconds, and operations of linear layers."""
+        work = self._runner.work
         return {
             "queue": sum(not g.done.done() for g in self._waiting),
             "running": sum(not g.done.done() for g in self._rows),
             "tokens": self._tokens,
-            "decode_steps": self._runner.decode_steps,
-            "prompt_tokens": self._runner.prompt_tokens,
-            "prefix_hits": self._runner.prefix_hits,
-            "cache_bytes": self._runner.cache.nbytes,
             "version": self._version,
+            "cache_bytes": self._runner.cache_bytes,
+            "native_kernels": int(self._runner.kernels.name == "native"),
+            "own_decoder": int(self._runner.decoder is not None),
+            **asdict(work),
         }
 
     async def close(self) -> None:
@@ -172,15 +178,15 @@ class EmbeddedEngine:
         async with self._turn:
             if self._held():
                 return False
-            moves = self._sweep()
+            self._sweep()
             new = self._admissible()
             if not new and not self._rows:
                 return False
             rows = new or self._rows
             work: Callable[[], Sampled] = (
-                partial(self._runner.admit, new, len(self._rows)) if new else partial(self._runner.decode, rows)
+                partial(self._runner.admit, new, self._rows) if new else partial(self._runner.decode, rows)
             )
-            sampled = await self._device.run(partial(self._on_device, moves, work), min(g.rank for g in rows)[0])
+            sampled = await self._device.run(work, min(g.rank for g in rows)[0])
             if new:
                 admitted = set(new)
                 self._waiting = [g for g in self._waiting if g not in admitted]
@@ -194,11 +200,6 @@ class EmbeddedEngine:
             self._sweep()
             return False
 
-    def _on_device(self, moves: list[tuple[int, int, int]], work: Callable[[], Sampled]) -> Sampled:
-        for move in moves:
-            self._runner.cache.move(*move)
-        return work()
-
     async def _settle(self) -> None:
         """Let the event loop turn until requests stop coming, so that what is asked together is admitted together."""
         quiet, seen = 0, self._arrived
@@ -207,20 +208,13 @@ class EmbeddedEngine:
             quiet = quiet + 1 if seen == self._arrived else 0
             seen = self._arrived
 
-    def _sweep(self) -> list[tuple[int, int, int]]:
-        """Forget what is done; the last rows fill the holes. Returns the moves (from, to, length) of the cache."""
-        rows, moves = self._rows, []
-        for hole in range(len(rows)):
-            while rows and rows[-1].done.done():
-                rows.pop()
-            if hole < len(rows) and rows[hole].done.done():
-                rows[hole] = rows.pop()
-                moves.append((len(rows), hole, rows[hole].length - 1))
+    def _sweep(self) -> None:
+        """Forget what is done."""
+        self._rows = [g for g in self._rows if not g.done.done()]
         self._waiting = [g for g in self._waiting if not g.done.done()]
         if self._runner.prefixes:
-            alive = {g.key for g in (*rows, *self._waiting)}
+            alive = {g.key for g in (*self._rows, *self._waiting)}
             self._runner.prefixes = {k: p for k, p in self._runner.prefixes.items() if k in alive}
-        return moves
 
     def _admissible(self) -> list[Generation]:
         """The next to get rows, as many as there is room for and as one pass should compute."""
@@ -252,12 +246,12 @@ class EmbeddedEngine:
         bisect.insort(self._waiting, generation, key=lambda g: g.rank)
 
     def _preempt(self) -> None:
-        """Take the rows of everyone, their tokens kept, and the memory of the cache."""
+        """Take the rows of everyone, their tokens kept."""
         for generation in self._rows:
             if not generation.done.done():
                 self._enqueue(generation)
         self._rows.clear()
-        self._runner.cache.drop()
+        self._runner.leave()
 
     async def _drain(self) -> None:
         """Wait until all that have begun are done, while none begins."""

@@ -1,0 +1,534 @@
+// What a decode step does, as loops over vectors: portable C++ (vector extensions of GCC and Clang), no intrinsics.
+//
+// Activations are float or bfloat16 (the type the matrix products want), the residual stream is float, weights and cache
+// are float or bfloat16; all sums are float. The result of a row never depends on which rows share its pass: every
+// output is made by the same operations in the same order, however many rows there are.
+//
+// Axes: R rows · E hidden size · N outputs of a matrix · H query heads · K key/value heads · G = H / K · D head size ·
+// C capacity of a slot · V vocabulary.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+
+// ---------------------------------------------------------------------------------------------------- vectors
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, TILE = 6;  // 6 × 4 sums, 4 weights and 1 activation fill the 32 registers
+#else
+constexpr int LANES = 8, TILE = 2;
+#endif
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t Int __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
+
+template <class To, class From>
+inline To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline Vec widen(Half half) { return same_bits<Vec>(__builtin_convertvector(half, Bits) << 16); }
+
+inline Half narrow(Vec value) {  // to the nearest, ties to even; a NaN stays one
+  Bits bits = same_bits<Bits>(value);
+  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Bits kept = value == value ? rounded : Bits{} + 0x7fc0;
+  return __builtin_convertvector(kept, Half);
+}
+
+inline Vec load(const float* from) {
+  Vec value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline Vec load(const BFloat16* from) {
+  Half half;
+  std::memcpy(&half, from, sizeof half);
+  return widen(half);
+}
+
+template <class T>
+inline Vec load(const T* from, int64_t count, float beyond = 0) {
+  if (count >= LANES) return load(from);
+  Vec value = Vec{} + beyond;
+  for (int64_t i = 0; i < count; i++) value[i] = static_cast<float>(from[i]);
+  return value;
+}
+
+inline void store(float* to, Vec value, int64_t count) {
+  std::memcpy(to, &value, std::min<int64_t>(count, LANES) * sizeof(float));
+}
+
+inline void store(BFloat16* to, Vec value, int64_t count) {
+  Half half = narrow(value);
+  std::memcpy(static_cast<void*>(to), &half, std::min<int64_t>(count, LANES) * sizeof(BFloat16));
+}
+
+inline Vec larger(Vec a, Vec b) { return a < b ? b : a; }
+
+inline Vec exponential(Vec x) {  // to two units in the last place, for x ≤ 88; 0 below -87; a NaN stays one
+  auto tiny = x < -87.0f;
+  x = tiny ? Vec{} : x;
+  Vec whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  Vec rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  Vec sum = Vec{} + 1.0f / 720;
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + factor;
+  Vec power = same_bits<Vec>((__builtin_convertvector(whole, Int) + 127) << 23);
+  return tiny ? Vec{} : sum * power;
+}
+
+// Sums of W neighbours: the blocks of W lanes of `a` and `b`, added in pairs, in turn.
+template <int W, size_t... I>
+inline Vec paired(Vec a, Vec b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, ((I / W % 2 ? LANES : 0) + I / W / 2 * 2 * W + I % W)...) +
+         __builtin_shufflevector(a, b, ((I / W % 2 ? LANES : 0) + I / W / 2 * 2 * W + W + I % W)...);
+}
+
+template <int W>
+inline Vec paired(Vec a, Vec b) {
+  return paired<W>(a, b, std::make_index_sequence<LANES>());
+}
+
+template <int W>
+inline Vec folded(Vec v) {  // every lane holds the sum of its block of 2 W lanes
+  if constexpr (W == 0) return v;
+  else return folded<W / 2>(paired<W>(v, v));
+}
+
+inline float sum(Vec v) { return folded<LANES / 2>(v)[0]; }
+
+inline float largest(Vec v) {
+  float most = v[0];
+  for (int i = 1; i < LANES; i++) most = std::max(most, v[i]);
+  return most;
+}
+
+// ---------------------------------------------------------------------------------------------------- dot products
+
+// out[m][n] = Σ_k a[m][k] · b[n][k] for M × N rows. `next` reads ahead into the rows after these.
+template <int M, int N, bool next, class B>
+inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, float* out, int64_t stride_out) {
+  Vec sums[M][N] = {};
+  int64_t k = 0;
+  for (; k + LANES <= size; k += LANES) {
+    Vec right[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) {
+      right[n] = load(b + n * size + k);
+      if constexpr (next) __builtin_prefetch(b + (n + N) * size + k);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      Vec left = load(a + m * stride_a + k);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) sums[m][n] += left * right[n];
+    }
+  }
+  if (k < size) {
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) sums[m][n] += load(a + m * stride_a + k, size - k) * load(b + n * size + k, size - k);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    if constexpr (N == 4) {
+      Vec four = paired<LANES / 4>(paired<LANES / 2>(sums[m][0], sums[m][2]), paired<LANES / 2>(sums[m][1], sums[m][3]));
+      four = folded<LANES / 8>(four);
+      for (int n = 0; n < N; n++) out[m * stride_out + n] = four[n * (LANES / 4)];
+    } else {
+      for (int n = 0; n < N; n++) out[m * stride_out + n] = sum(sums[m][n]);
+    }
+  }
+}
+
+template <int M, bool next, class B>
+void strip(const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out, int64_t stride_out) {
+  int64_t n = 0;
+  for (; n + 4 <= rows; n += 4) tile<M, 4, next>(a, stride_a, b + n * size, size, out + n, stride_out);
+  for (; n < rows; n++) tile<M, 1, false>(a, stride_a, b + n * size, size, out + n, stride_out);
+}
+
+template <bool next, class B, int... M>
+void strip_of(int64_t m, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
+              int64_t stride_out, std::integer_sequence<int, M...>) {
+  using Strip = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t);
+  static constexpr Strip strips[] = {strip<M + 1, next, B>...};
+  strips[m - 1](a, stride_a, b, rows, size, out, stride_out);
+}
+
+// out[m][n] = Σ_k a[m][k] · b[n][k]; `b` is read from memory once, ahead of its use.
+template <class B>
+void dots(int64_t count, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
+          int64_t stride_out) {
+  constexpr std::make_integer_sequence<int, TILE> sizes;
+  strip_of<true>(std::min<int64_t>(TILE, count), a, stride_a, b, rows, size, out, stride_out, sizes);
+  for (int64_t m = TILE; m < count; m += TILE)
+    strip_of<false>(std::min<int64_t>(TILE, count - m), a + m * stride_a, stride_a, b, rows, size, out + m * stride_out,
+                    stride_out, sizes);
+}
+
+// ---------------------------------------------------------------------------------------------------- types
+
+#define FOR_TYPE(tensor, T, ...)                                                            \
+  if ((tensor).scalar_type() == at::kFloat) {                                               \
+    using T = float;                                                                        \
+    __VA_ARGS__                                                                             \
+  } else {                                                                                  \
+    TORCH_CHECK((tensor).scalar_type() == at::kBFloat16, "float32 or bfloat16, not ", (tensor).scalar_type()); \
+    using T = BFloat16;                                                                     \
+    __VA_ARGS__                                                                             \
+  }
+
+int64_t grain(int64_t cost) {  // items that are worth another thread
+  return std::max<int64_t>(1, 30000 / std::max<int64_t>(1, cost));
+}
+
+// ---------------------------------------------------------------------------------------------------- matrix products
+
+struct Block {
+  const void* weight;
+  const void* bias;
+  int64_t rows, column;
+};
+
+constexpr int64_t BLOCK = 12;  // rows of a matrix that stay in the nearest cache while all activations pass
+
+template <class W>
+void products(const std::vector<Block>& blocks, const float* x, int64_t count, int64_t size, float* out, int64_t width) {
+  at::parallel_for(0, blocks.size(), grain(BLOCK * size * count / LANES), [&](int64_t begin, int64_t end) {
+    bool widened = !std::is_same_v<W, float> && count > TILE;
+    std::vector<float> wide(widened ? BLOCK * size : 0);
+    for (int64_t i = begin; i < end; i++) {
+      const Block& block = blocks[i];
+      const W* weight = static_cast<const W*>(block.weight);
+      float* to = out + block.column;
+      if (widened) {
+        for (int64_t k = 0; k < block.rows * size; k += LANES)
+          store(wide.data() + k, load(weight + k, block.rows * size - k), block.rows * size - k);
+        dots(count, x, size, wide.data(), block.rows, size, to, width);
+      } else {
+        dots(count, x, size, weight, block.rows, size, to, width);
+      }
+      if (block.bias == nullptr) continue;
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t n = 0; n < block.rows; n++)
+          to[r * width + n] += static_cast<float>(static_cast<const W*>(block.bias)[n]);
+    }
+  });
+}
+
+// x [R, E] float times each weight [N_i, E], and its bias if there are biases: [R, Σ N_i] float.
+Tensor linear(const Tensor& x, at::TensorList weights, at::TensorList biases) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2, "x must be a float32 matrix");
+  int64_t size = x.size(1), width = 0;
+  std::vector<Block> blocks;
+  for (size_t i = 0; i < weights.size(); i++) {
+    const Tensor& weight = weights[i];
+    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 2 && weight.size(1) == size, "weights must be [N, E]");
+    TORCH_CHECK(weight.scalar_type() == weights[0].scalar_type(), "weights of one type");
+    const char* at = static_cast<const char*>(weight.const_data_ptr());
+    const char* bias = biases.empty() ? nullptr : static_cast<const char*>(biases[i].const_data_ptr());
+    for (int64_t n = 0; n < weight.size(0); n += BLOCK)
+      blocks.push_back({at + n * size * weight.element_size(), bias ? bias + n * weight.element_size() : nullptr,
+                        std::min(BLOCK, weight.size(0) - n), width + n});
+    width += weight.size(0);
+  }
+  Tensor out = at::empty({x.size(0), width}, x.options());
+  FOR_TYPE(weights[0], W, products<W>(blocks, x.const_data_ptr<float>(), x.size(0), size, out.data_ptr<float>(), width);)
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------------- norms, rotation
+
+template <class W>
+inline float inverse_rms(const W* x, int64_t size, double eps) {
+  Vec squares = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    Vec value = load(x + i, size - i);
+    squares += value * value;
+  }
+  return 1.0f / std::sqrt(sum(squares) / size + static_cast<float>(eps));
+}
+
+// x [R, E] float becomes x + delta; returns its root-mean-square norm times `weight` (Zhang, Sennrich 2019), in `like`.
+Tensor add_norm(Tensor x, const std::optional<Tensor>& delta, const Tensor& weight, double eps, at::ScalarType like) {
+  int64_t rows = x.size(0), size = x.size(1);
+  Tensor out = at::empty({rows, size}, x.options().dtype(like));
+  float* stream = x.data_ptr<float>();
+  FOR_TYPE(out, T, FOR_TYPE(weight, W, {
+    const T* add = delta ? delta->const_data_ptr<T>() : nullptr;
+    const W* scale = weight.const_data_ptr<W>();
+    T* to = out.data_ptr<T>();
+    at::parallel_for(0, rows, grain(size / 4), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        float* row = stream + r * size;
+        if (add != nullptr)
+          for (int64_t i = 0; i < size; i += LANES)
+            store(row + i, load(row + i, size - i) + load(add + r * size + i, size - i), size - i);
+        float factor = inverse_rms(row, size, eps);
+        for (int64_t i = 0; i < size; i += LANES)
+          store(to + r * size + i, load(row + i, size - i) * factor * load(scale + i, size - i), size - i);
+      }
+    });
+  }))
+  return out;
+}
+
+// One head: normed if there is a weight, then its two halves rotated (Su et al. 2021).
+template <class T, class W>
+inline void rotate_head(T* head, const W* norm, double eps, const float* cosine, const float* sine, int64_t size) {
+  float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, eps);
+  int64_t half = size / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    Vec low = load(head + i, half - i), high = load(head + half + i, half - i);
+    if (norm != nullptr) {
+      low = low * factor * load(norm + i, half - i);
+      high = high * factor * load(norm + half + i, half - i);
+    }
+    if (cosine != nullptr) {
+      Vec turned = low * load(cosine + i, half - i) - high * load(sine + i, half - i);
+      high = high * load(cosine + half + i, half - i) + low * load(sine + half + i, half - i);
+      low = turned;
+    }
+    store(head + i, low, half - i);
+    store(head + half + i, high, half - i);
+  }
+}
+
+// Queries and keys of qkv [R, (H + 2 K) · D] in place, cosine and sine [R, D] float; none of them: norms alone.
+void rotate(Tensor qkv, int64_t heads, int64_t keys, const std::optional<Tensor>& q_norm,
+            const std::optional<Tensor>& k_norm, double eps, const std::optional<Tensor>& cosine,
+            const std::optional<Tensor>& sine) {
+  int64_t rows = qkv.size(0), width = qkv.size(1), size = width / (heads + 2 * keys);
+  const float* cos = cosine ? cosine->const_data_ptr<float>() : nullptr;
+  const float* sin = sine ? sine->const_data_ptr<float>() : nullptr;
+  const Tensor& typed = q_norm ? *q_norm : qkv;
+  FOR_TYPE(qkv, T, FOR_TYPE(typed, W, {
+    const W* norms[2] = {q_norm ? q_norm->const_data_ptr<W>() : nullptr, k_norm ? k_norm->const_data_ptr<W>() : nullptr};
+    T* all = qkv.data_ptr<T>();
+    at::parallel_for(0, rows, grain(width / 4), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++)
+        for (int64_t h = 0; h < heads + keys; h++)
+          rotate_head(all + r * width + h * size, norms[h >= heads], eps, cos ? cos + r * size : nullptr,
+                      sin ? sin + r * size : nullptr, size);
+    });
+  }))
+}
+
+// gate_up [R, 2 N] to SiLU(gate) · up [R, N] (Shazeer 2020).
+Tensor silu_mul(const Tensor& gate_up) {
+  int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2;
+  Tensor out = at::empty({rows, size}, gate_up.options());
+  FOR_TYPE(gate_up, T, {
+    const T* from = gate_up.const_data_ptr<T>();
+    T* to = out.data_ptr<T>();
+    at::parallel_for(0, rows, grain(size / 2), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++)
+        for (int64_t i = 0; i < size; i += LANES) {
+          const T* at = from + 2 * r * size + i;
+          Vec gate = load(at, size - i), up = load(at + size, size - i);
+          store(to + r * size + i, gate / (exponential(-gate) + 1.0f) * up, size - i);
+        }
+    });
+  })
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------------- attention
+
+// out[m] = Σ_t weight[m][t] · value[t], added to what is there; [D] each.
+template <int M, class C>
+void weighted(const float* weight, int64_t stride, const C* value, int64_t count, int64_t size, float* out) {
+  for (int64_t d = 0; d < size; d += LANES) {
+    Vec sums[M];
+    for (int m = 0; m < M; m++) sums[m] = load(out + m * size + d, size - d);
+    for (int64_t t = 0; t < count; t++) {
+      Vec one = load(value + t * size + d, size - d);
+      for (int m = 0; m < M; m++) sums[m] += one * weight[m * stride + t];
+    }
+    for (int m = 0; m < M; m++) store(out + m * size + d, sums[m], size - d);
+  }
+}
+
+template <class C, int... M>
+void weighted_of(int64_t count, const float* weight, int64_t stride, const C* value, int64_t tokens, int64_t size,
+                 float* out, std::integer_sequence<int, M...>) {
+  using Weighted = void (*)(const float*, int64_t, const C*, int64_t, int64_t, float*);
+  static constexpr Weighted all[] = {weighted<M + 1, C>...};
+  for (int64_t m = 0; m < count; m += TILE)
+    all[std::min<int64_t>(TILE, count - m) - 1](weight + m * stride, stride, value, tokens, size, out + m * size);
+}
+
+// Scores to weights: softmax over `count`; the lanes beyond are not read again.
+inline void softmax(float* score, int64_t count) {
+  Vec most = Vec{} - std::numeric_limits<float>::infinity();
+  for (int64_t t = 0; t < count; t += LANES) most = larger(most, load(score + t, count - t, score[0]));
+  float peak = largest(most);
+  Vec total = {};
+  for (int64_t t = 0; t < count; t += LANES) {
+    Vec value = exponential(load(score + t, count - t, -std::numeric_limits<float>::infinity()) - peak);
+    store(score + t, value, count - t);
+    total += load(score + t, count - t);
+  }
+  float factor = 1.0f / sum(total);
+  for (int64_t t = 0; t < count; t += LANES) store(score + t, load(score + t, count - t) * factor, count - t);
+}
+
+constexpr int64_t PLACE = 6;  // of a row: shelf, slot and length of its prompt's part, then of its own
+
+// The new token of every row: its key and value enter the cache, and its queries attend to all before and itself.
+// q [R, H, D], k, v [R, K, D] in one type; keys, values: shelves [slots, K, C, D]; place [R, 6] int64, where the
+// lengths do not count the new token, which belongs to the row's own part. Returns [R, H · D].
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList keys, at::TensorList values,
+              const Tensor& place, double scale) {
+  int64_t rows = q.size(0), heads = q.size(1), size = q.size(2), groups = k.size(1), share = heads / groups;
+  TORCH_CHECK(place.is_contiguous() && place.scalar_type() == at::kLong && place.size(1) == PLACE, "place [R, 6]");
+  for (const Tensor& x : {q, k, v}) TORCH_CHECK(x.stride(2) == 1 && x.stride(1) == size, "heads must be contiguous");
+  Tensor out = at::empty({rows, heads * size}, q.options());
+  const int64_t* places = place.const_data_ptr<int64_t>();
+  int64_t longest = 0;
+  for (int64_t r = 0; r < rows; r++) longest = std::max(longest, places[r * PLACE + 2] + places[r * PLACE + 5] + 1);
+  constexpr std::make_integer_sequence<int, TILE> sizes;
+  FOR_TYPE(q, T, FOR_TYPE(keys[0], C, {
+    const T *queries = q.const_data_ptr<T>(), *new_k = k.const_data_ptr<T>(), *new_v = v.const_data_ptr<T>();
+    T* to = out.data_ptr<T>();
+    // Heads outside, rows inside: rows that share a prompt follow each other and find its keys in the cache.
+    at::parallel_for(0, groups * rows, grain(longest * size / 4), [&](int64_t begin, int64_t end) {
+      std::vector<float> query(share * size), score(share * longest), sums(share * size);
+      for (int64_t i = begin; i < end; i++) {
+        int64_t head = i / rows, r = i % rows, total = 0;
+        const int64_t* at = places + r * PLACE;
+        auto part = [&](at::TensorList shelves, const int64_t* where) {
+          const Tensor& shelf = shelves[where[0]];
+          return static_cast<C*>(shelf.data_ptr()) + (where[1] * groups + head) * shelf.size(2) * size;
+        };
+        C* own_k = part(keys, at + 3) + at[5] * size;
+        C* own_v = part(values, at + 3) + at[5] * size;
+        for (int64_t d = 0; d < size; d += LANES) {
+          store(own_k + d, load(new_k + r * k.stride(0) + head * size + d, size - d), size - d);
+          store(own_v + d, load(new_v + r * v.stride(0) + head * size + d, size - d), size - d);
+        }
+        const T* mine = queries + r * q.stride(0) + head * share * size;
+        for (int64_t d = 0; d < share * size; d++) query[d] = static_cast<float>(mine[d]) * static_cast<float>(scale);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        const int64_t lengths[2] = {at[2], at[5] + 1};
+        for (int p = 0; p < 2; p++) {
+          if (lengths[p] > 0)
+            dots(share, query.data(), size, part(keys, at + 3 * p), lengths[p], size, score.data() + total, longest);
+          total += lengths[p];
+        }
+        for (int64_t g = 0; g < share; g++) softmax(score.data() + g * longest, total);
+        total = 0;
+        for (int p = 0; p < 2; p++) {
+          if (lengths[p] > 0)
+            weighted_of(share, score.data() + total, longest, part(values, at + 3 * p), lengths[p], size, sums.data(),
+                        sizes);
+          total += lengths[p];
+        }
+        T* result = to + (r * heads + head * share) * size;
+        for (int64_t d = 0; d < share * size; d += LANES)
+          store(result + d, load(sums.data() + d, share * size - d), share * size - d);
+      }
+    });
+  }))
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------------- sampling
+
+constexpr int64_t CHUNK = 256;
+
+// Where cumulated weights pass a fraction of their total, and the fraction of that entry which lies before it.
+std::pair<int64_t, double> search(const std::vector<double>& weight, int64_t count, double fraction, double total) {
+  double target = std::min(fraction * total, std::nextafter(total, 0.0)), before = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (before + weight[i] > target)
+      return {i, std::clamp((target - before) / std::max(weight[i], std::numeric_limits<double>::min()), 0.0, 1.0)};
+    before += weight[i];
+  }
+  return {count - 1, 1.0};
+}
+
+// One token: a search over sums of chunks, then over one chunk, as `sampling.sample` does.
+template <class T>
+std::pair<int64_t, float> draw(const T* logit, int64_t vocabulary, float temperature, double uniform) {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  bool greedy = temperature == 0;
+  float divisor = greedy ? 1.0f : temperature;
+  auto scaled = [&](int64_t i) { return load(logit + i, vocabulary - i, -infinity) / divisor; };
+  Vec most = Vec{} - infinity;
+  for (int64_t i = 0; i < vocabulary; i += LANES) most = larger(most, scaled(i));
+  float peak = largest(most);
+  std::vector<double> sums((vocabulary + CHUNK - 1) / CHUNK), within(CHUNK);
+  double total = 0, inside = 0;
+  for (size_t c = 0; c < sums.size(); c++) {
+    Vec weights = {};
+    for (int64_t i = c * CHUNK; i < std::min<int64_t>(vocabulary, (c + 1) * CHUNK); i += LANES) {
+      Vec weight = exponential(scaled(i) - peak);
+      weights += vocabulary - i < LANES ? load(reinterpret_cast<const float*>(&weight), vocabulary - i) : weight;
+    }
+    total += sums[c] = sum(weights);
+  }
+  int64_t token = 0;
+  if (greedy) {
+    while (token < vocabulary - 1 && static_cast<float>(logit[token]) != peak) token++;
+  } else {
+    auto [chunk, left] = search(sums, sums.size(), uniform, total);
+    int64_t first = chunk * CHUNK, count = std::min<int64_t>(CHUNK, vocabulary - first);
+    for (int64_t i = 0; i < count; i += LANES) {
+      Vec weight = exponential(scaled(first + i) - peak);
+      for (int64_t j = 0; j < std::min<int64_t>(LANES, count - i); j++) inside += within[i + j] = weight[j];
+    }
+    token = first + search(within, count, left, inside).first;
+  }
+  float chosen = static_cast<float>(logit[token]) / divisor;
+  return {token, static_cast<float>(static_cast<double>(chosen - peak) - std::log(total))};
+}
+
+// logits [R, V], temperature [R] float (0: the most likely), uniform [R] double: token int64 and log-prob float, [R].
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperature, const Tensor& uniform) {
+  int64_t rows = logits.size(0), vocabulary = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
+  Tensor token = at::empty({rows}, logits.options().dtype(at::kLong));
+  Tensor logprob = at::empty({rows}, logits.options().dtype(at::kFloat));
+  FOR_TYPE(logits, T, {
+    at::parallel_for(0, rows, grain(vocabulary / 2), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++)
+        std::tie(token.data_ptr<int64_t>()[r], logprob.data_ptr<float>()[r]) =
+            draw(logits.const_data_ptr<T>() + r * vocabulary, vocabulary, temperature.const_data_ptr<float>()[r],
+                 uniform.const_data_ptr<double>()[r]);
+    });
+  })
+  return {token, logprob};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(treadle, library) {
+  library.def("linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", linear);
+  library.def("add_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, ScalarType like) -> Tensor", add_norm);
+  library.def(
+      "rotate(Tensor(a!) qkv, int heads, int keys, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cosine, "
+      "Tensor? sine) -> ()",
+      rotate);
+  library.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul);
+  library.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor[] keys, Tensor[] values, Tensor place, float scale) -> Tensor",
+      attend);
+  library.def("sample(Tensor logits, Tensor temperature, Tensor uniform) -> (Tensor, Tensor)", sample);
+}
