@@ -183,7 +183,7 @@ class Batch:
 
     def minibatches(self) -> list[Batch]:
         """The mini-batches, in order, each with its own denominators."""
-        whole = self.replace(counts=None)
+        whole = self.replace(counts=Counts(0, 0))  # else each cut would count the whole; parts count themselves
         parts = [whole.select((self.minibatch_N == m).nonzero()[:, 0]) for m in self.minibatch_N.unique().tolist()]
         return [p.replace(counts=p.replace(counts=None).count()) for p in parts]
 

@@ -37,13 +37,17 @@ class FailureBudget:
     def __init__(self, share: float, window: int) -> None:
         self._allowed = share * window
         self._latest: deque[bool] = deque(maxlen=window)
+        self._failed = 0  # of the latest
 
     def note(self, error: TreadleError | None) -> None:
         """Count a sample that ended, with the error that failed it; raises that error when it is one too many."""
+        if len(self._latest) == self._latest.maxlen:
+            self._failed -= self._latest.popleft()
         self._latest.append(error is not None)
-        if error is not None and sum(self._latest) > self._allowed:
+        self._failed += error is not None
+        if error is not None and self._failed > self._allowed:
             error.add_note(
-                f"{sum(self._latest)} of the latest {len(self._latest)} samples failed; "
+                f"{self._failed} of the latest {len(self._latest)} samples failed; "
                 f"reward.max_failed allows {self._allowed:g} of {self._latest.maxlen}"
             )
             raise error

@@ -1,0 +1,74 @@
+"""Steps of treadle for `vs_trl.py` and `growth.py`, as a user runs them: `treadle.train`, settings of the engines left
+as they are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+import treadle
+from benchmarks.turns import LEARNING_RATE, REWARDS, ROOT, Job, Turns, status_bytes
+from treadle.algorithms.grpo import GRPO, GRPOConfig
+from treadle.batch import Batch
+from treadle.runs.metrics import read_rows
+
+RUN = ROOT / "runs" / "benchmarks" / "steps"
+STAGES = ("generate", "observe", "update", "publish")
+
+
+class InTurns(GRPO):
+    """GRPO that waits for its turn after each step. Bytes of a stage are counted from those between two steps."""
+
+    def __init__(self, config: GRPOConfig, turns: Turns) -> None:
+        super().__init__(config)
+        self._turns = turns
+        self._resident = 0
+        self._generation_bytes = 0
+
+    def estimate(self, batch: Batch) -> Batch:
+        self._generation_bytes = self._turns.peak()
+        return super().estimate(batch)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        row = read_rows(RUN / "metrics.jsonl")[-1]
+        generation, *training = (row[f"time/{stage}"] for stage in STAGES)
+        training_bytes = self._turns.peak()
+        self._turns.done(
+            {
+                "generation": generation,
+                "training": sum(training),
+                "generation_bytes": self._generation_bytes - self._resident,
+                "training_bytes": training_bytes - self._resident,
+                "resident_bytes": self._resident,
+                "tokens": metrics["response/tokens"],
+                "with_signal": metrics["response/with_signal"],
+            }
+        )
+        self._resident = status_bytes("self", "VmRSS")
+
+
+def main() -> None:
+    turns, job = Turns(), Job.given()
+    shutil.rmtree(RUN, ignore_errors=True)
+    score = REWARDS[job.reward]
+
+    def reward(trajectory: treadle.Trajectory) -> float:
+        return score(trajectory.response, str(trajectory.prompt.answer))
+
+    config = {
+        "model": job.model,
+        "steps": 1_000_000,
+        "prompts_per_step": job.prompts,
+        "run": {"dir": str(RUN), "checkpoint_every": 0},
+        "data": {"train": {"name": "jsonl", "path": job.data}},
+        "sampling": {"max_tokens": job.tokens},
+        "trainer": {"learning_rate": LEARNING_RATE},
+    }
+    overrides = [f"{key}={value}" for key, value in job.options.items()]
+    treadle.train(
+        config, overrides=overrides, algorithm=InTurns(GRPOConfig(group_size=job.group), turns), reward=reward
+    )
+
+
+if __name__ == "__main__":
+    main()
