@@ -6,17 +6,30 @@ Exit codes: 0 done · 1 a named error · 2 the configuration is wrong, nothing w
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from treadle.errors import TreadleError
 
+_ERROR = click.style("error: ", fg="red", bold=True)
+
 
 class _Group(click.Group):
     """Shows our errors as their message and keeps tracebacks for what is not ours."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.filename is not None or not _lost_output():
+                raise
+            click.echo(f"{_ERROR}standard output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         sys.path.insert(0, "")  # `my_module:Class` and `my_module:fn` are looked for in the current directory
@@ -30,8 +43,18 @@ class _Group(click.Group):
             ctx.exit(130)
 
 
+def _lost_output() -> bool:
+    """Whether standard output takes no more; if so, what is left in it is let go, and the interpreter ends in peace."""
+    try:
+        click.echo()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
 def _complain(error: TreadleError) -> None:
-    click.echo(click.style("error: ", fg="red", bold=True) + str(error), err=True)
+    click.echo(_ERROR + str(error), err=True)
     for note in getattr(error, "__notes__", ()):
         click.echo(f"  {note}", err=True)
 
@@ -75,14 +98,47 @@ def eval_command(target: Path, overrides: tuple[str, ...], config: Path | None) 
 
 @main.command("inspect")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="the step whose samples are shown (default: the last one)")
-@click.option("--evaluation", is_flag=True, help="show held-out answers instead, those after --step")
-@click.option("--limit", type=click.IntRange(min=0), default=8, show_default=True, help="samples shown")
-def inspect_command(run: Path, step: int | None, evaluation: bool, limit: int) -> None:
-    """Show metrics, ledger and samples of RUN, running or not."""
-    from treadle.inspector.terminal import show
+@click.option("--step", type=int, help="one step instead of all (alone: the step whose samples are shown)")
+@click.option("--evaluation", is_flag=True, help="held-out answers instead, those after --step")
+@click.option("--limit", type=click.IntRange(min=0), help="samples shown  [default: 8; of a table 20; of --json all]")
+@click.option("--where", multiple=True, metavar="CONDITION", help="only samples that fit; may be given several times")
+@click.option("--sort", metavar="FIELD,…", help="in this order; -FIELD: largest first")
+@click.option("--columns", metavar="FIELD,…", help="fields shown")
+@click.option("--prompt", metavar="ID", help="only answers to this prompt")
+@click.option("--sample", metavar="ID", help="one sample, token by token")
+@click.option("--json", "as_json", is_flag=True, help="samples as JSON lines")
+def inspect_command(
+    run: Path,
+    step: int | None,
+    evaluation: bool,
+    limit: int | None,
+    where: tuple[str, ...],
+    sort: str | None,
+    columns: str | None,
+    prompt: str | None,
+    sample: str | None,
+    as_json: bool,
+) -> None:
+    """Show metrics, ledger and samples of RUN, running or not; or a table of the samples of all its steps.
 
-    show(run, step=step, limit=limit, evaluation=evaluation)
+    \b
+    treadle inspect RUN
+    treadle inspect RUN --where 'reward < 0.5' --where 'tokens > 20' --sort -tokens
+    treadle inspect RUN --prompt train.jsonl:17 --columns step,reward,response
+    treadle inspect RUN --sample 12.3
+    """
+    if sample is not None:
+        from treadle.inspector.tokens import show as show_sample
+
+        show_sample(run, sample, step, as_json)
+    elif where or sort or columns or prompt is not None or as_json:
+        from treadle.inspector.samples import show as show_table
+
+        show_table(run, where, sort, columns, prompt, step, evaluation, limit, as_json)
+    else:
+        from treadle.inspector.terminal import show
+
+        show(run, step=step, limit=8 if limit is None else limit, evaluation=evaluation)
 
 
 @main.command("diff")

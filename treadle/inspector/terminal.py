@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from treadle.errors import RunError
+from treadle.inspector.samples import step_files
 from treadle.inspector.screen import cell, line, number, status
 from treadle.runs.directory import RunDirectory
 from treadle.runs.ledger import read_totals
@@ -66,13 +66,13 @@ def show(
         line(console, "samples  " + "  ".join(f"{name} {n}" for name, n in totals.items()))
     if (summary := run.read_summary()) is not None:
         _summary(console, summary)
-    files = run.samples_files("evaluation" if evaluation else "step")
+    files = step_files(run, step, evaluation)
     if step is None:
         # What a run drops after its last step lies in the file of a step that never was.
         last = steps[-1]["step"] if run.finished and steps else None
         step = max((n for n in files if last is None or n <= last), default=None)
     if step is not None:
-        _samples(console, run, files, step, limit)
+        _samples(console, files[step], step, limit)
 
 
 def conclude(path: Path, console: Console | None = None) -> None:
@@ -140,12 +140,8 @@ def _summary(console: Console, summary: Row) -> None:
             line(console, readable(f"{name}  {value if isinstance(value, str) else number(value)}"))
 
 
-def _samples(console: Console, run: RunDirectory, files: Mapping[int, Path], step: int, limit: int) -> None:
-    if step not in files:
-        recorded = f"{min(files)} to {max(files)}" if files else "none yet"
-        raise RunError(f"{run.path}: no samples of step {step}. Recorded steps: {recorded}.")
-    columns = ["sample", "state", "why", "reward", "messages", "response"]
-    rows = read_samples(files[step], columns)
+def _samples(console: Console, path: Path, step: int, limit: int) -> None:
+    rows = read_samples(path, ["sample", "state", "why", "reward", "messages", "response"])
     line(console, f"step {step}: {min(limit, len(rows))} of {len(rows)} samples", "bold")
     for row in rows[:limit]:
         why = f" ({readable(row['why'], 200)})" if row["why"] else ""

@@ -67,21 +67,23 @@ def append_samples(path: Path, endings: Sequence[Ending]) -> None:
     """Add samples that were not trained to a file, which need not exist."""
     import pyarrow as pa
 
-    there = [_read(path)] if path.exists() else []
+    there = [read_table(path)] if path.exists() else []
     _write(path, pa.concat_tables([*there, _table(endings, None)]))
 
 
 def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Rows as dicts, all columns or these. Raises `RunError` where the file is missing or damaged."""
-    return _read(path, columns).to_pylist(maps_as_pydicts="strict")
+    return read_table(path, columns).to_pylist(maps_as_pydicts="strict")
 
 
-def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """`read_samples` by column: no other column is read, and one that the file does not have is left out."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, columns=list(columns) if columns is not None else None)
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=list(columns) if columns is not None else None)
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
