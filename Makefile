@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install models test test-fast test-long curves check docs docs-serve format clean
+.PHONY: help quickstart smoke install models test test-fast test-long curves bench-trl bench-growth check docs docs-metrics docs-serve format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -47,6 +47,19 @@ test-long: $(INSTALLED) models/smollm2  ## learning curves and chaos
 curves: $(INSTALLED) models/smollm2  ## learning curves of the quickstart over 3 seeds, into docs/images
 	$(BIN)/python -m benchmarks.learning examples/quickstart.yaml 0 1 2
 
+bench-trl: $(INSTALLED) .cache/trl/.installed models/smollm2  ## a whole GRPO step against TRL's (half an hour)
+	$(BIN)/python -m benchmarks.vs_trl
+
+.cache/trl/.installed: benchmarks/trl.txt
+	@echo "installing TRL into .cache/trl"
+	@test -x .cache/trl/bin/python || $(PYTHON) -m venv .cache/trl
+	@.cache/trl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.cache/trl/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+bench-growth: $(INSTALLED)  ## how time and memory grow, into docs/images/growth.png (10 minutes)
+	$(BIN)/python -m benchmarks.growth
+
 check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,6 +67,9 @@ check: $(INSTALLED)  ## lint, format, types
 
 docs: $(INSTALLED)  ## build the site into site/ (a warning fails)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo site/index.html
+
+docs-metrics: $(INSTALLED)  ## make docs/metrics.md of the definitions in the code
+	$(BIN)/python docs/metrics_page.py
 
 docs-serve: $(INSTALLED)  ## the site while one writes it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -66,7 +66,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
 
 def statistics(groups: Sequence[Group]) -> Statistics:
     rewards = [s.reward.value for g in groups for s in g.usable if s.reward is not None]
-    return {"reward/mean": Mean(sum(rewards), len(rewards)), "nothing": Mean(0.0, 0.0)}
+    return {"reward/mean": Mean(sum(rewards), len(rewards)), "reward/nothing": Mean(0.0, 0.0)}
 
 
 def issue(recorder: Recorder, index: int, step: int) -> None:

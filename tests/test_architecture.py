@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "treadle"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[set[str]] = [
-    {"types", "batch", "handles", "errors"},
+    {"types", "batch", "handles", "errors", "metrics"},
     {"config"},
     {"algorithms", "rewards", "environments", "data", "weights", "attention"},
     {"controller", "engines", "rollout", "runs"},

@@ -22,6 +22,7 @@ from tests import virtual_clock
 from treadle.algorithms.base import Algorithm, AlgorithmConfig
 from treadle.batch import Batch
 from treadle.errors import RewardError, TrainingError
+from treadle.handles import Learned
 from treadle.recipes.config import EvaluationConfig, RLConfig
 from treadle.recipes.rl import train
 from treadle.recipes.system import System
@@ -135,11 +136,11 @@ class World:
     async def annotate(self, batch: Batch) -> Mapping[str, Any]:
         return {}
 
-    async def step(self, batch: Batch, state: Mapping[str, Any]) -> dict[str, Any]:
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> Learned:
         self._fail("step")
         await asyncio.sleep(self.learning)
         self.updates += 1
-        return {"policy/updated": Mean(float(self.updates not in self.not_finite))}
+        return Learned({"policy/updated": Mean(float(self.updates not in self.not_finite))})
 
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
@@ -171,9 +172,9 @@ class Critic:
     async def annotate(self, batch: Batch) -> Mapping[str, Any]:
         return {}
 
-    async def step(self, batch: Batch, state: Mapping[str, Any]) -> dict[str, Any]:
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> Learned:
         await asyncio.sleep(1.0)
-        return {"critic/updated": Mean(1.0)}
+        return Learned({"critic/updated": Mean(1.0)})
 
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...

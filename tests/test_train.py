@@ -81,7 +81,7 @@ def test_before_the_first_update_the_ratio_is_exactly_one_and_the_kl_exactly_zer
     row = metrics(tmp_path / "run")[0]
     assert row["policy/ratio"] == 1.0
     assert row["policy/kl_reference"] == 0.0
-    assert row["policy/sampler_logprob_gap"] < 1e-5
+    assert row["discrepancy/max"] < 1e-5
 
 
 # ---------------------------------------------------------------------- the same again

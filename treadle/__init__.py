@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from treadle.batch import Batch
     from treadle.errors import TreadleError
     from treadle.handles import Loss, Outputs, Term
+    from treadle.metrics import Metric
     from treadle.runtime import evaluate, train
     from treadle.types import Completion, Group, Prompt, Request, Reward, Sample, SamplingParams, Trajectory
 
@@ -24,6 +25,7 @@ _HOME = {
     "Loss": "handles",
     "Outputs": "handles",
     "Term": "handles",
+    "Metric": "metrics",
     "evaluate": "runtime",
     "train": "runtime",
     "Completion": "types",
@@ -43,6 +45,7 @@ __all__ = [
     "Completion",
     "Group",
     "Loss",
+    "Metric",
     "Outputs",
     "Prompt",
     "Request",

@@ -61,6 +61,25 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What an optimizer step leaves behind beside the weights."""
+
+    statistics: Statistics
+    seen: Mapping[str, Tensor] = field(default_factory=dict)
+    """Batch fields that it found on its way, where no pass had filled them: the old log-probs of a batch's only step,
+    NaN for tokens that were not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Floating-point operations in the matrix products of one forward pass, by what they are counted for."""
+
+    token: float  # each token, without the head
+    logits: float  # each position whose logits are made
+    pair: float  # each pair of a token and one that it looks at, itself included
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
     """All that a training engine knows of an algorithm.
 
@@ -141,7 +160,7 @@ class ModelHandle(Protocol):
 class TrainedHandle(ModelHandle, Protocol):
     """A role that learns: the policy, the critic."""
 
-    async def step(self, batch: Batch, state: Mapping[str, Any]) -> Statistics:
+    async def step(self, batch: Batch, state: Mapping[str, Any]) -> Learned:
         """One optimizer step on a mini-batch under the algorithm's `state` (its adaptive coefficients).
 
         The statistics hold "<role>/updated", the share of steps that changed the weights.

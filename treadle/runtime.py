@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,18 +26,22 @@ from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
-from treadle.handles import ModelHandle, PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
+from treadle.handles import Cost, ModelHandle, PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
+from treadle.metrics import Registry
 from treadle.recipes.collect import Sampler
 from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig, load_config
 from treadle.recipes.evaluate import answer
-from treadle.recipes.measure import measure_evaluation
+from treadle.recipes.measure import Speed, measure_evaluation
 from treadle.recipes.rl import train as run_loop
 from treadle.recipes.system import System
 from treadle.rewards.scorer import function_name, make_scorer
+from treadle.runs import environment
 from treadle.runs.checkpoints import Checkpoints
 from treadle.runs.directory import RunDirectory
 from treadle.runs.metrics import plain
 from treadle.runs.recorder import Recorder
+from treadle.runs.trackers.base import Tracker
+from treadle.runs.trackers.tracking import Tracking, make_trackers
 from treadle.types import Prompt, SamplingParams
 from treadle.weights.publish import TOLERANCE, LocalPublisher
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
@@ -63,6 +67,8 @@ def train(
     ones; classes and functions of a notebook will do. The same call again goes on from the last checkpoint.
     """
     resolved = _resolve(config, overrides, algorithm, reward)
+    if not RunDirectory(Path(resolved.run.dir)).finished:
+        resolved.data.check()
     return _run(_train(resolved, algorithm, reward))
 
 
@@ -102,17 +108,20 @@ def evaluate(
 
 
 async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFunction | None) -> dict[str, Any]:
+    trackers = make_trackers(config.run.told)
+    chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
+    metrics = Registry(chosen.metrics, type(chosen))
     config, path = _concrete(config), Path(config.run.dir)
-    if (summary := _finished(path, config)) is not None:
+    if (summary := _finished(path, config, trackers, metrics)) is not None:
         logger.warning("%s has done its %d steps; a larger `steps` trains on", path, summary["steps"])
         return summary
-    chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
     # The parts first: a mistake that shows here leaves no run directory behind.
     async with _parts(config, chosen, reward, training=True) as parts:
         with (
             RunDirectory.open(path, dump(config)) as directory,
-            Recorder(directory, config.run, config.steps) as record,
+            Recorder(directory, config.run, config.steps, metrics=metrics, trackers=trackers) as record,
         ):
+            environment.record(directory)
             system = System(
                 algorithm=chosen,
                 prompts=parts.source,
@@ -125,6 +134,7 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
                 observers=parts.observers,
                 learners=parts.learners,
                 record=record,
+                speed=parts.speed,
             )
             end = await run_loop(config, system)
             await parts.device.run(partial(parts.export, directory.model))
@@ -143,13 +153,16 @@ def _concrete(config: RLConfig) -> RLConfig:
     return config.model_copy(update={"trainer": settled(config.trainer), "critic": critic})
 
 
-def _finished(path: Path, config: RLConfig) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do."""
+def _finished(path: Path, config: RLConfig, trackers: Sequence[Tracker], metrics: Registry) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do, but perhaps to tell."""
     if not RunDirectory(path).finished:
         return None
     with RunDirectory.open(path, dump(config)) as directory:
         summary = directory.read_summary() or {}
-        return summary if summary["data_ended"] or summary["steps"] >= config.steps else None
+        if not summary["data_ended"] and summary["steps"] < config.steps:
+            return None
+        Tracking(directory, trackers, metrics).tell_all()
+        return summary
 
 
 async def _evaluate(config: RLConfig, checkpoint: Path | None, reward: RewardFunction | None) -> dict[str, Any]:
@@ -181,6 +194,7 @@ class _Parts:
     rollout_model: Any
     observers: dict[Role, ModelHandle]
     learners: dict[Role, TrainedHandle]
+    speed: Speed | None
 
     def agent(self, drawn: SamplingConfig | EvaluationConfig) -> SingleTurn:
         from treadle.engines.torch.model import end_tokens
@@ -239,8 +253,8 @@ async def _parts(
         device = LocalDevice(config.threads)
         stack.callback(device.close)
 
-        def build() -> tuple[dict[Role, Any], Any]:
-            """The engine of each role, and the model that generates."""
+        def build() -> tuple[dict[Role, Any], Any, Speed | None]:
+            """The engine of each role, the model that generates, and what speeds are compared with."""
             engines: dict[Role, Any] = {"policy": _trainer(config, config.model, config.trainer, trainable=training)}
             if "reference" in algorithm.uses:
                 model = config.reference.model or config.model
@@ -252,9 +266,10 @@ async def _parts(
                 check_vocabulary(engines["policy"].model, engine.model, tokenizer, role)
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
             shared = config.max_staleness == 0
-            return engines, engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
+            generator = engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
+            return engines, generator, _speed(engines) if training else None
 
-        engines, generator = await device.run(build)
+        engines, generator, speed = await device.run(build)
         workers = {
             "policy": lambda engine: PolicyWorker(engine, algorithm),
             "reference": ReferenceWorker,
@@ -277,6 +292,7 @@ async def _parts(
             rollout_model=generator,
             observers=groups,
             learners={role: groups[role] for role in algorithm.trains},
+            speed=speed,
         )
 
 
@@ -286,6 +302,19 @@ def _trainer(config: RLConfig, model: str, trainer: TorchConfig, **options: Any)
 
     engine = _engine("engines", trainer.name)
     return engine(load_model(model, trainer.dtype), trainer, total_steps=config.optimizer_steps, **options)
+
+
+def _speed(engines: Mapping[Role, Any]) -> Speed | None:
+    """The operations of each role's model, and the rate of this machine; None where a model's are not known."""
+    from treadle.engines.speed import cost_of, matrix_rate
+
+    costs: dict[Role, Cost] = {}
+    for role, engine in engines.items():
+        if (cost := cost_of(engine.model)) is None:
+            return None
+        costs[role] = replace(cost, logits=0.0) if role == "critic" else cost
+    policy = engines["policy"]
+    return Speed(matrix_rate(policy.model.dtype, policy.device), costs)
 
 
 def _room(config: RLConfig, context: int | None) -> int:

@@ -10,6 +10,7 @@ Token ids are the truth and text is a view: nothing that trains is ever made by 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -235,13 +236,69 @@ class Max:
         return Max(max(self.value, other.value))
 
 
-Statistics = Mapping[str, Mean | Max]
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A standard deviation over the values of all parts (divided by their number, not by one less).
+
+    Parts are kept as count, mean and sum of squared deviations, which merge without the cancellation of plain sums of
+    squares (Chan, Golub & LeVeque 1983). No value, no spread: NaN.
+    """
+
+    count: int
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        wide = values.astype("float64")
+        mean = float(wide.mean()) if wide.size else 0.0
+        return cls(wide.size, mean, float(((wide - mean) ** 2).sum()))
+
+    def __add__(self, other: Spread) -> Spread:
+        count = max(self.count + other.count, 1)
+        apart = other.mean - self.mean
+        between = apart * apart * self.count * other.count / count
+        mean = self.mean + apart * other.count / count
+        return Spread(self.count + other.count, mean, self.squares + other.squares + between)
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
 
 
-def merge(*parts: Statistics) -> dict[str, Mean | Max]:
+@dataclass(frozen=True, slots=True)
+class Correlation:
+    """Pearson's correlation over the pairs of all parts, merged as `Spread` is. NaN where a side never varies."""
+
+    x: Spread
+    y: Spread
+    products: float  # sum of (x - mean of x) · (y - mean of y)
+
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray) -> Correlation:
+        one, two = Spread.of(x), Spread.of(y)
+        return cls(one, two, float(((x.astype("float64") - one.mean) * (y.astype("float64") - two.mean)).sum()))
+
+    def __add__(self, other: Correlation) -> Correlation:
+        apart = (other.x.mean - self.x.mean) * (other.y.mean - self.y.mean)
+        between = apart * self.x.count * other.x.count / max(self.x.count + other.x.count, 1)
+        return Correlation(self.x + other.x, self.y + other.y, self.products + other.products + between)
+
+    @property
+    def value(self) -> float:
+        scale = math.sqrt(self.x.squares) * math.sqrt(self.y.squares)
+        return min(max(self.products / scale, -1.0), 1.0) if scale > 0 else math.nan
+
+
+Statistic = Mean | Max | Spread | Correlation
+Statistics = Mapping[str, Statistic]
+"""What is measured, by name (`treadle.metrics` defines each), in a form whose parts combine to the whole's value."""
+
+
+def merge(*parts: Statistics) -> dict[str, Any]:
     """Combine statistics of parts (micro-batches, mini-batches, ranks) into those of the whole."""
-    whole: dict[str, Mean | Max] = {}
+    whole: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            whole[name] = whole[name] + value if name in whole else value  # type: ignore[operator]
+            whole[name] = whole[name] + value if name in whole else value
     return whole

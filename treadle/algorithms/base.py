@@ -13,6 +13,7 @@ from treadle.batch import Batch
 from treadle.config import Config, key
 from treadle.errors import TrainingError
 from treadle.handles import Aggregate, Loss, Outputs, Quantity, Term
+from treadle.metrics import Metric
 from treadle.types import Request
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Algorithm:
     skips_no_signal: bool = False
     """True promises that rows with all-zero advantages have zero loss terms (no KL, no entropy bonus, no critic): then
     their passes are left out. They still count in denominators."""
+    metrics: tuple[Metric, ...] = ()
+    """Definitions of what `loss` and `value_loss` report, as `Metric("policy/entropy", "nats", "…")`."""
     two_pass: bool = False
     """`select` is to be called with the current policy's outputs over the whole mini-batch."""
 

@@ -17,7 +17,7 @@ from treadle.algorithms.advantages import Scale, group_relative
 from treadle.algorithms.base import Algorithm, AlgorithmConfig
 from treadle.algorithms.clipping import clipped_surrogate
 from treadle.algorithms.kl import Estimator, kl
-from treadle.algorithms.metrics import policy_metrics
+from treadle.algorithms.metrics import KL_REFERENCE, POLICY_METRICS, policy_metrics
 from treadle.algorithms.ratio import ratio
 from treadle.config import key
 from treadle.handles import Aggregate, Loss, Outputs
@@ -55,6 +55,7 @@ class GRPOConfig(AlgorithmConfig):
 class GRPO(Algorithm):
     Config = GRPOConfig
     config: GRPOConfig
+    metrics = (*POLICY_METRICS, KL_REFERENCE)
     needs = frozenset({"logprob", "entropy"})
 
     def __init__(self, config: GRPOConfig | None = None) -> None:
@@ -75,7 +76,7 @@ class GRPO(Algorithm):
         config, old_T = self.config, self.old_logprob(batch, outputs)
         ratio_T = ratio(outputs.logprob_T, old_T)
         surrogate_T, cut_T = clipped_surrogate(ratio_T, batch.advantage_T, config.clip_low, config.clip_high)
-        metrics, peaks = policy_metrics(batch, outputs, old_T, cut_T)
+        metrics, peaks = policy_metrics(outputs, old_T, cut_T)
         terms = [self.term(surrogate_T)]
         if config.kl_coefficient > 0:
             assert batch.reference_logprob_T is not None

@@ -18,10 +18,11 @@ from treadle.algorithms.base import Algorithm, AlgorithmConfig, Role
 from treadle.algorithms.clipping import clipped_surrogate, clipped_value_error
 from treadle.algorithms.gae import gae
 from treadle.algorithms.kl import Estimator, adapted, kl
-from treadle.algorithms.metrics import policy_metrics
+from treadle.algorithms.metrics import KL_REFERENCE, POLICY_METRICS, policy_metrics
 from treadle.algorithms.ratio import ratio
 from treadle.config import key
 from treadle.handles import Loss, Outputs
+from treadle.metrics import Metric
 
 if TYPE_CHECKING:
     from treadle.batch import Batch
@@ -67,6 +68,14 @@ class PPOConfig(AlgorithmConfig):
 class PPO(Algorithm):
     Config = PPOConfig
     config: PPOConfig
+    metrics = (
+        *POLICY_METRICS,
+        KL_REFERENCE,
+        Metric("critic/value", "reward", "value of the state in which a token was chosen"),
+        Metric("critic/return", "reward", "what the value should have been: GAE's advantage plus the old value"),
+        Metric("critic/value_error", "reward²", "squared difference of the two"),
+        Metric("critic/value_clip_fraction", "share", "tokens whose value gradient the clip has cut"),
+    )
     needs = frozenset({"logprob", "entropy"})
     before_advantages = frozenset({"critic"})
     skips_no_signal = False  # the critic learns from every row
@@ -103,7 +112,7 @@ class PPO(Algorithm):
         config, old_T = self.config, self.old_logprob(batch, outputs)
         ratio_T = ratio(outputs.logprob_T, old_T)
         surrogate_T, cut_T = clipped_surrogate(ratio_T, batch.advantage_T, config.clip_low, config.clip_high)
-        metrics, peaks = policy_metrics(batch, outputs, old_T, cut_T)
+        metrics, peaks = policy_metrics(outputs, old_T, cut_T)
         terms = [self.term(surrogate_T)]
         if batch.reference_logprob_T is not None:
             kl_T = kl(outputs.logprob_T, batch.reference_logprob_T, config.kl_estimator)

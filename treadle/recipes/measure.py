@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treadle.types import Ended, Group, Kind, Max, Mean, Sample, Statistics
+from treadle.errors import RewardError
+from treadle.runs.metrics import TIME
+from treadle.types import Correlation, Ended, Group, Kind, Max, Mean, Provenance, Sample, Spread, Statistic, Statistics
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.algorithms.base import Algorithm, Role
     from treadle.batch import Batch
+    from treadle.handles import Cost
     from treadle.runs.progress import Progress
 
 
@@ -33,7 +42,8 @@ class Stopwatch:
 
 
 def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statistics:
-    """Rewards, lengths, signal and staleness of the groups of one step, trained under weights `version`."""
+    """Rewards, lengths, signal, staleness, advantages and log-prob discrepancy of the groups of one step, trained under
+    weights `version`; `batch` packs them, as it is after learning."""
     samples = [s for g in groups for s in g.usable if s.kind is Kind.TRAIN]
     trajectories = [t for s in samples for t in s.trajectories]
     failed = sum(s.failure is not None for g in groups for s in g.samples)
@@ -43,6 +53,7 @@ def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statis
     return {
         "reward/mean": reward,
         **{f"reward/{name}": part for name, part in parts.items()},
+        **{f"reward/pass@{k}": share for k, share in pass_at(groups, Kind.TRAIN).items()},
         "reward/equal_groups": Mean(sum(_equal(g) for g in groups), len(groups)),
         "response/tokens": Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories)),
         "response/tokens_max": Max(max((t.sampled_tokens for t in trajectories), default=0)),
@@ -51,12 +62,14 @@ def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statis
         "samples/failed": Mean(failed, asked),
         "staleness/mean": Mean(int(age.sum()), age.size),
         "staleness/max": Max(int(age.max()) if age.size else 0),
+        **_advantages(batch),
+        **_discrepancy(batch),
     }
 
 
 def measure_evaluation(groups: Mapping[str, Sequence[Group]]) -> Statistics:
-    """Mean reward and length over held-out samples, for each way of sampling: "sampled", "greedy"."""
-    statistics: dict[str, Mean | Max] = {}
+    """Reward, pass@k and length over held-out samples, for each way of sampling: "sampled", "greedy"."""
+    statistics: dict[str, Statistic] = {}
     for way, found in groups.items():
         samples = [s for g in found for s in g.usable]
         trajectories = [t for s in samples for t in s.trajectories]
@@ -65,14 +78,41 @@ def measure_evaluation(groups: Mapping[str, Sequence[Group]]) -> Statistics:
         mean, parts = _rewards(samples)
         statistics[f"evaluation/{way}"] = mean
         statistics |= {f"evaluation/{way}/{name}": part for name, part in parts.items()}
+        passed = pass_at(found, Kind.EVALUATION)
+        statistics |= {f"evaluation/{way}/pass@{k}": share for k, share in passed.items()}
         statistics[f"evaluation/{way}_tokens"] = Mean(sum(t.sampled_tokens for t in trajectories), len(trajectories))
     return statistics
+
+
+PASSED = 1.0 - 1e-6
+"""The reward from which an answer counts as passed: 1, less the rounding of a weighted sum."""
+
+
+def pass_at(groups: Sequence[Group], kind: Kind) -> dict[int, Mean]:
+    """pass@k for k = 1, 2, 4, … up to the samples asked of a prompt: the mean over prompts of the unbiased estimate
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374), of `c` passed among `n` that did not fail. A prompt
+    with fewer than k of these is left out."""
+    asked = max((sum(s.kind is kind for s in g.samples) for g in groups), default=0)
+    counts = []
+    for group in groups:
+        rewards = [s.reward.value for s in group.usable if s.kind is kind and s.reward is not None]
+        counts.append((len(rewards), sum(r >= PASSED for r in rewards)))
+    shares: dict[int, Mean] = {}
+    for k in (1 << i for i in range(asked.bit_length())):
+        found = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
+        shares[k] = Mean(math.fsum(found), len(found))
+    return shares
+
+
+_OURS = re.compile(r"mean|equal_groups|pass@.*")
 
 
 def _rewards(samples: Sequence[Sample]) -> tuple[Mean, dict[str, Mean]]:
     """Mean reward over samples, and those of its parts where it has several."""
     rewards = [s.reward for s in samples if s.reward is not None]
     names = sorted({name for r in rewards for name in r.parts})
+    for name in filter(_OURS.fullmatch, names):
+        raise RewardError(f"a reward has a part {name!r}, but reward/{name} is a metric of ours; give it another name")
     parts = {name: [r.parts[name] for r in rewards if name in r.parts] for name in names}
     whole = Mean(sum(r.value for r in rewards), len(rewards))
     return whole, {name: Mean(sum(found), len(found)) for name, found in parts.items() if len(names) > 1}
@@ -82,3 +122,111 @@ def _equal(group: Group) -> bool:
     """Whether a group's rewards say nothing about which sample was better."""
     values = [s.reward.value for s in group.usable if s.reward is not None]
     return not values or max(values) == min(values)
+
+
+def _advantages(batch: Batch) -> Statistics:
+    """Of the trained tokens."""
+    if batch.advantage_T is None:
+        return {}
+    advantage_T = batch.advantage_T[batch.mask_T].double().numpy(force=True)
+    return {
+        "advantage/mean": Mean(float(advantage_T.sum()), advantage_T.size),
+        "advantage/std": Spread.of(advantage_T),
+        "advantage/max": Max(float(np.abs(advantage_T).max(initial=0.0))),
+    }
+
+
+def _discrepancy(batch: Batch) -> Statistics:
+    """The trainer's log-probs against those that the rollout engine sampled by, over trained tokens that a pass of the
+    trainer has seen."""
+    if batch.old_logprob_T is None:
+        return {}
+    trainer_T = batch.old_logprob_T[batch.mask_T].double().numpy(force=True)
+    sampler_T = batch.sampling_logprob_T[batch.mask_T].double().numpy(force=True)
+    seen = ~np.isnan(trainer_T)
+    trainer_T, sampler_T = trainer_T[seen], sampler_T[seen]
+    x_T = trainer_T - sampler_T
+    near_T = np.minimum(x_T, FAR)
+    return {
+        "discrepancy/mean": Mean(float(np.abs(x_T).sum()), x_T.size),
+        "discrepancy/max": Max(float(np.abs(x_T).max(initial=0.0))),
+        "discrepancy/kl": Mean(float((np.expm1(near_T) - near_T).sum()), x_T.size),
+        "discrepancy/correlation": Correlation.of(trainer_T, sampler_T),
+    }
+
+
+FAR = 20.0
+"""Nats. In the exponent of the KL estimate, log-probs further apart count as this far: it stays finite."""
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def measure_speed(
+    batch: Batch, seconds: Mapping[str, float], algorithm: Algorithm, roles: Sequence[Role], speed: Speed, overlap: bool
+) -> Statistics:
+    """Tokens a second and share of the machine's matrix rate, by stage; `roles` were updated.
+
+    `overlap`: generation goes on during other stages, so its own seconds say nothing.
+    """
+    tokens_N = batch.trained_N > 0
+    observed = algorithm.before_advantages | algorithm.passes_before_loss
+    whole, run = Work.of(batch, tokens_N | batch.baseline_N), Work.of(batch, tokens_N)
+    learned = Work.of(batch, tokens_N & batch.signal_N)
+    # Forward passes of each role; a backward pass is as much as two.
+    stages: dict[str, tuple[Work, dict[Role, int]]] = {
+        "generate": (whole, {"policy": 1}),
+        "observe": (run, dict.fromkeys(observed, 1)),
+        "update": (learned, dict.fromkeys(roles, 3 * algorithm.config.epochs)),
+    }
+    statistics: dict[str, Statistic] = {}
+    operations = {stage: speed.operations(work, passes) for stage, (work, passes) in stages.items()}
+    for stage, (work, passes) in stages.items():
+        took = seconds[stage]
+        if not passes or took <= 0 or (stage == "generate" and overlap):
+            continue
+        models = len(passes) * (algorithm.config.epochs if stage == "update" else 1)
+        passed = work.sampled if stage == "generate" else work.tokens * models
+        statistics[f"{TIME}{stage}/tokens_per_second"] = Mean(passed, took)
+        statistics[f"{TIME}{stage}/matrix_share"] = Mean(operations[stage], took * speed.rate)
+    statistics[f"{TIME}step/matrix_share"] = Mean(sum(operations.values()), sum(seconds.values()) * speed.rate)
+    return statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What some rows make a model compute where nothing is computed twice: the prompt of a group once."""
+
+    tokens: int
+    sampled: int
+    pairs: int  # of a token and one that it looks at
+
+    @classmethod
+    def of(cls, batch: Batch, keep_N: Tensor) -> Work:
+        prompt_N = batch.sum_N((batch.provenance_T == Provenance.PROMPT).long())[keep_N]
+        sampled_N = batch.sum_N((batch.provenance_T == Provenance.SAMPLED).long())[keep_N]
+        length_N = batch.length_N[keep_N]
+        prompts: dict[int, int] = {}
+        for group, length in zip(batch.group_N[keep_N].tolist(), prompt_N.tolist(), strict=True):
+            prompts[group] = max(prompts.get(group, 0), length)
+        pairs_N = length_N * (length_N + 1) - prompt_N * (prompt_N + 1)
+        return cls(
+            tokens=sum(prompts.values()) + int((length_N - prompt_N).sum()),
+            sampled=int(sampled_N.sum()),
+            pairs=(sum(p * (p + 1) for p in prompts.values()) + int(pairs_N.sum())) // 2,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What operations are counted by, and the rate (operations a second) that they are compared with."""
+
+    rate: float
+    costs: Mapping[Role, Cost]
+
+    def operations(self, work: Work, passes: Mapping[Role, int]) -> float:
+        costs = [(self.costs[role], times) for role, times in passes.items()]
+        return sum(
+            times * (work.tokens * cost.token + work.sampled * cost.logits + work.pairs * cost.pair)
+            for cost, times in costs
+        )

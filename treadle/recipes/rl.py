@@ -27,13 +27,13 @@ from treadle.batch import Batch
 from treadle.errors import TrainingError
 from treadle.recipes.collect import Collector, Sampler, first, gather
 from treadle.recipes.evaluate import evaluate
-from treadle.recipes.measure import Stopwatch, measure_batch
+from treadle.recipes.measure import Stopwatch, measure_batch, measure_speed
 from treadle.recipes.position import Position, restore, save
 from treadle.types import Group, Max, Statistics, merge
 
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm, Role
-    from treadle.handles import ModelHandle, TrainedHandle
+    from treadle.handles import Learned, ModelHandle, TrainedHandle
     from treadle.recipes.config import RLConfig
     from treadle.recipes.system import System
 
@@ -103,7 +103,7 @@ async def advance(config: RLConfig, system: System, now: Position, groups: list[
         batch = await observe(batch, algorithm.passes_before_loss, system.observers)
     with watch("update"):
         roles: list[Role] = [role for role in algorithm.trains if step > algorithm.first_step(role)]
-        learned = await learn(batch, roles, algorithm, system.learners)
+        learned, batch = await learn(batch, roles, algorithm, system.learners)
     with watch("publish"):
         # A version is a publish. Critic warm-up and skipped steps move no policy weights and make none.
         if "policy" in roles and learned["policy/updated"].value > 0:
@@ -112,6 +112,9 @@ async def advance(config: RLConfig, system: System, now: Position, groups: list[
 
     skipped = {"data/skipped_prompts": Max(sum(system.prompts.skipped.values()))}
     statistics = merge(learned, measure_batch(groups, batch, now.version), skipped)
+    if system.speed is not None:
+        overlap = config.max_staleness > 0
+        statistics |= measure_speed(batch, watch.seconds, algorithm, roles, system.speed, overlap)
     system.record.trained(step, groups, batch, statistics, watch.seconds)
     algorithm.after_step({name: value.value for name, value in statistics.items()})
     return replace(now, step=step, version=version)
@@ -126,10 +129,12 @@ async def observe(batch: Batch, roles: Iterable[Role], models: Mapping[Role, Mod
 
 async def learn(
     batch: Batch, roles: list[Role], algorithm: Algorithm, models: Mapping[Role, TrainedHandle]
-) -> Statistics:
-    """One optimizer step per mini-batch and epoch for each of these roles."""
-    parts: list[Statistics] = []
+) -> tuple[Statistics, Batch]:
+    """One optimizer step per mini-batch and epoch for each of these roles; and the batch with what they saw of it."""
+    parts: list[Learned] = []
     for _ in range(algorithm.config.epochs):
         for minibatch in batch.minibatches():
             parts += await gather(models[role].step(minibatch, algorithm.state()) for role in roles)
-    return merge(*parts)
+    for part in parts:
+        batch = batch.annotated(part.seen)  # only the one step of a whole batch sees anything new
+    return merge(*(part.statistics for part in parts)), batch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from treadle.algorithms.base import Algorithm, Role
     from treadle.handles import Agent, ModelHandle, PromptSource, Publisher, RolloutHandle, Scorer, TrainedHandle
+    from treadle.recipes.measure import Speed
     from treadle.runs.recorder import Recorder
     from treadle.types import Prompt
 
@@ -28,3 +29,4 @@ class System:
     observers: Mapping[Role, ModelHandle]  # every role, to look at a batch
     learners: Mapping[Role, TrainedHandle]  # those that train, too
     record: Recorder
+    speed: Speed | None = None  # None: a model's operations do not follow from its shapes, and no shares are reported

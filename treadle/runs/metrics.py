@@ -15,12 +15,12 @@ from typing import Any
 
 from treadle.errors import RunError
 from treadle.runs.files import reading, writing
-from treadle.types import Max, Mean
+from treadle.types import Statistic
 
 TIME = "time/"
 """Keys with this prefix depend on the clock and nothing else does."""
 
-Value = float | int | str | None | Mean | Max
+Value = float | int | str | None | Statistic
 
 
 def without_times(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def plain(metrics: Mapping[str, Value]) -> dict[str, float | int | str | None]:
     """Numbers that JSON has: means are divided out, what is not finite becomes None."""
     row: dict[str, float | int | str | None] = {}
     for name, value in metrics.items():
-        number = value.value if isinstance(value, Mean | Max) else value
+        number = value.value if isinstance(value, Statistic) else value
         row[name] = None if isinstance(number, float) and not math.isfinite(number) else number
     return row
 

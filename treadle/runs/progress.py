@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from statistics import mean
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 INTERVAL = 0.1  # seconds between two frames
 LONGEST = 500  # characters of a prompt or a response; what the terminal has no room for is cut off
 
-SHOWN = {
+LABELS = {
     "reward/mean": "reward",
     "response/tokens": "tokens",
     "time/tokens_per_second": "tokens/s",
 }
-"""Metrics of a step that are shown, and as what."""
+"""What metrics are called that are shown unless others are asked for."""
 
 
 class Progress:
@@ -49,7 +49,9 @@ class Progress:
             progress.step(13, {"reward/mean": 0.4})
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, shown: Sequence[str] = tuple(LABELS)) -> None:
+        """`shown`: metrics of a step."""
+        self._shown = shown
         self._console = console if console is not None else _Console()
         self._live: Live | None = None
         self._total = self._done = 0
@@ -88,7 +90,7 @@ class Progress:
         if isinstance(seconds, float):
             self._seconds.append(seconds)
         self._stages = {name: (0, total) for name, (_, total) in self._stages.items()}  # rows stay: nothing jumps
-        shown = [(label, metrics[name]) for name, label in SHOWN.items() if name in metrics]
+        shown = [(LABELS.get(name, name), metrics[name]) for name in self._shown if name in metrics]
         self._numbers = "   ".join(f"{label} {_number(value)}" for label, value in shown)
         if self._live is None and self._total:
             self._print(f"step {step}/{self._total}   {self._numbers}   {self._left()}".rstrip())

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.metrics import Registry
 from treadle.runs.checkpoints import STATE, Checkpoints, load_state, save_state
 from treadle.runs.config import RunConfig
 from treadle.runs.curves import draw
@@ -27,6 +28,8 @@ from treadle.runs.metrics import TIME, JsonLines, plain, read_rows
 from treadle.runs.progress import Progress
 from treadle.runs.samples import Ending, append_samples, write_samples
 from treadle.runs.text import readable
+from treadle.runs.trackers.base import Outcome, Tracker
+from treadle.runs.trackers.tracking import Tracking
 from treadle.types import Group, Kind, Prompt, Statistics
 
 if TYPE_CHECKING:
@@ -54,14 +57,24 @@ class Recorder:
     """
 
     def __init__(
-        self, directory: RunDirectory, config: RunConfig, steps: int, progress: Progress | None = None
+        self,
+        directory: RunDirectory,
+        config: RunConfig,
+        steps: int,
+        progress: Progress | None = None,
+        metrics: Registry | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
+        """`metrics`: those that may be written; None: ours."""
         self.directory = directory
         self.config = config
         self.steps = steps
-        self.progress = progress if progress is not None else Progress()
+        self.progress = progress if progress is not None else Progress(shown=config.console.metrics)
         self._dropped: list[Ending] = []  # since samples were last written
         self._step = 0  # the last one that is done
+        self._defined = metrics if metrics is not None else Registry()
+        self._tracking = Tracking(directory, trackers, self._defined)
+        self._outcome: Outcome = "failed"
         with ExitStack() as stack:
             stack.enter_context(logging_to(directory.log))
             stack.enter_context(self.progress)
@@ -69,6 +82,7 @@ class Recorder:
             self._metrics = stack.enter_context(closing(JsonLines(directory.metrics)))
             self._evaluations = stack.enter_context(closing(JsonLines(directory.evaluations)))
             self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
+            stack.callback(self._end_tracking)
             self._open = stack.pop_all()
 
     def restore(self) -> tuple[Path, dict[str, Any]] | None:
@@ -91,6 +105,7 @@ class Recorder:
         self._evaluations.roll_back(marks["evaluations"])
         self._settle_samples()
         self._step = latest[0] if latest is not None else 0
+        self._tracking.start(anew=latest is None)
         self.progress.start(self.steps, self._step)
         if latest is None:
             return None
@@ -112,7 +127,11 @@ class Recorder:
     def trained(
         self, step: int, groups: Sequence[Group], batch: Batch, statistics: Statistics, seconds: Mapping[str, float]
     ) -> None:
-        """A step is done: `batch` packs these groups, in this order; `seconds` went by in its stages."""
+        """A step is done: `batch` packs these groups, in this order; `seconds` went by in its stages.
+
+        Raises `TrainingError` for a metric without a definition.
+        """
+        self._defined.check(statistics)
         endings = [Ending(g, State.TRAINED) for g in groups]
         write_samples(self.directory.samples_file("step", step), [*endings, *self._dropped], batch)
         self._dropped.clear()
@@ -124,9 +143,11 @@ class Recorder:
         self._step = step
         self.progress.step(step, row)
         self._show_last(groups)
+        self._tell()
 
     def evaluated(self, step: int, groups: Mapping[str, Sequence[Group]], statistics: Statistics) -> None:
         """An evaluation after `step` (0: before training) is done: its groups by way of sampling, e.g. "greedy"."""
+        self._defined.check(statistics)
         endings = [Ending(g, State.EVALUATED, evaluation=way) for way, part in groups.items() for g in part]
         write_samples(self.directory.samples_file("evaluation", step), endings)
         for ending in endings:
@@ -138,6 +159,7 @@ class Recorder:
         self._evaluations.append(step, row)
         self.progress.evaluation(step, row)
         log.info("evaluation after step %d: %s", step, row)
+        self._tell()
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether a checkpoint follows this step (one follows the last step in any case)."""
@@ -171,6 +193,7 @@ class Recorder:
         whole = {"steps": self._step, **summary, "samples": self._ledger.balance()}
         write_aside(self.directory.summary, json.dumps(whole, indent=2).encode() + b"\n")
         log.info("finished after step %d", self._step)
+        self._outcome = "finished"
 
     def close(self, why: str = "the run stopped") -> None:
         """End what is in flight as cancelled, and close all files, even where a full disk prevents the former."""
@@ -186,6 +209,7 @@ class Recorder:
             self.close()
         elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             log.warning("interrupted in step %d", self._step + 1)
+            self._outcome = "interrupted"
             self.close("interrupted")
         else:
             log.error("stopped in step %d", self._step + 1, exc_info=error)
@@ -210,6 +234,18 @@ class Recorder:
         for sample, state, why in ending.samples():
             reward = None if sample.reward is None else sample.reward.value
             self._ledger.finish(sample.id, state, step, why=why, reward=reward, trajectories=sample.trajectories)
+
+    def _tell(self) -> None:
+        self._tracking.tell()
+        self._show_news()
+
+    def _end_tracking(self) -> None:
+        self._tracking.close(self._outcome)
+        self._show_news()
+
+    def _show_news(self) -> None:
+        for line in self._tracking.news():
+            self.progress.note(line)
 
     def _write_dropped(self, step: int) -> None:
         """Samples of groups that were dropped since a step was last recorded join the file of `step`."""

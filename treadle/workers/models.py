@@ -5,19 +5,21 @@ Suffixes: N trajectories · T tokens of all of them laid end to end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.algorithms.base import Algorithm
 from treadle.controller.verbs import everywhere, sharded
-from treadle.handles import Objective, TrainingEngine
+from treadle.handles import Learned, Loss, Objective, Outputs, TrainingEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.batch import Batch
-    from treadle.types import Statistics
 
 
 class ReferenceWorker:
@@ -42,11 +44,14 @@ class TrainedWorker:
         self.algorithm = algorithm
 
     @sharded
-    def step(self, batch: Batch, state: Mapping[str, Any]) -> Statistics:
+    def step(self, batch: Batch, state: Mapping[str, Any]) -> Learned:
         """One optimizer step on one mini-batch. `state` is the controller's: this worker may hold a copy."""
         self.algorithm.restore(state)
-        statistics = self.engine.step(batch, self.objective)
-        return {f"{self.role}/{name}": value for name, value in statistics.items()}
+        return self._learned(batch, self.objective)
+
+    def _learned(self, batch: Batch, objective: Objective) -> Learned:
+        statistics = self.engine.step(batch, objective)
+        return Learned({f"{self.role}/{name}": value for name, value in statistics.items()})
 
     @everywhere
     def save(self, path: Path) -> None:
@@ -73,6 +78,24 @@ class PolicyWorker(TrainedWorker):
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"old_logprob_T": self.engine.logprobs(batch)}
+
+    def _learned(self, batch: Batch, objective: Objective) -> Learned:
+        """Where old log-probs are the current ones, they are noted as the objective sees them: no pass of their own."""
+        if batch.old_logprob_T is not None:
+            return super()._learned(batch, objective)
+        import torch
+
+        noted_T = torch.full(batch.token_T.shape, math.nan)
+
+        @wraps(objective.loss)
+        def loss(compact: Batch, outputs: Outputs) -> Loss:
+            if outputs.logprob_T is not None:
+                noted_T[compact.extras_T["place_T"]] = outputs.logprob_T.detach().to(noted_T)
+            return objective.loss(compact, outputs)
+
+        placed = batch.replace(extras_T={**batch.extras_T, "place_T": torch.arange(len(noted_T))})
+        learned = super()._learned(placed, replace(objective, loss=loss))
+        return replace(learned, seen={"old_logprob_T": noted_T})
 
 
 class CriticWorker(TrainedWorker):
