@@ -72,7 +72,7 @@ class Size:
 
         from examples.make_models import byte_tokenizer
 
-        tokenizer = byte_tokenizer()
+        tokenizer: Any = byte_tokenizer()
         config = LlamaConfig(
             vocab_size=8192,
             hidden_size=self.hidden,
@@ -123,8 +123,8 @@ class Step:
 
     def job(self) -> Job:
         options = {"data.chat": "false", "rollout.max_sequences": self.rows, "trainer.dtype": "float32"}
-        paths = {"model": str(self.size.make()), "data": str(prompts(self.prompt_tokens))}
-        return Job(self.prompts, self.group, self.tokens, **paths, options=options)
+        model, data = str(self.size.make()), str(prompts(self.prompt_tokens))
+        return Job(self.prompts, self.group, self.tokens, model, data, options=options)
 
 
 DOUBLED = (1, 2, 4, 8, 16)
@@ -159,7 +159,7 @@ def read() -> dict[str, Any]:
     return json.loads(FOUND.read_text()) if FOUND.exists() else {}
 
 
-def keep(name: str, curve: Mapping[float, Any]) -> None:
+def keep(name: str, curve: Mapping[int, Any]) -> None:
     FOUND.write_text(json.dumps({**read(), name: {str(x): y for x, y in curve.items()}}, indent=1))
 
 
@@ -259,7 +259,7 @@ def main(only: Sequence[str], show: bool, lock: Path | None) -> None:
         if name == "records":
             _records(lock)
             continue
-        curve: dict[float, Point] = {}
+        curve: dict[int, Point] = {}
         for step in CURVES[name][1]:
             curve[step.x] = run(step, lock)
             click.echo(f"{name} {step.x}: {json.dumps({k: round(v, 4) for k, v in curve[step.x].items()})}", err=True)
@@ -278,7 +278,7 @@ def _records(lock: Path | None) -> None:
         with locked(lock), tempfile.TemporaryDirectory() as scratch:
             found = measured(cost, cost.sizes, Path(scratch))
         click.echo(f"{cost.name}: {json.dumps({k: round(v, 5) for k, v in found.items()})}", err=True)
-        keep(cost.name, dict(found))
+        keep(cost.name, found)
 
 
 if __name__ == "__main__":

@@ -162,11 +162,11 @@ def collect(n: int, path: Path, stack: ExitStack) -> Call:
 
         def restore(self, state: object) -> None: ...
 
-    async def agent(_: Request, sample_id: str, __: object) -> list[Trajectory]:
+    async def agent(request: Request, sample_id: str, rollout: object) -> list[Trajectory]:
         await asyncio.sleep(0)
         return [answers[int(sample_id.rpartition(".")[2])]]
 
-    async def scorer(_: Trajectory) -> Reward:
+    async def scorer(trajectory: Trajectory) -> Reward:
         return Reward(1.0)
 
     answers = [trajectory(prompt(0), number) for number in range(SIZE)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 import treadle
 from benchmarks.turns import LEARNING_RATE, REWARDS, ROOT, Job, Turns, status_bytes
@@ -12,16 +13,16 @@ from treadle.algorithms.grpo import GRPO, GRPOConfig
 from treadle.batch import Batch
 from treadle.runs.metrics import read_rows
 
-RUN = ROOT / "runs" / "benchmarks" / "steps"
 STAGES = ("generate", "observe", "update", "publish")
 
 
 class InTurns(GRPO):
     """GRPO that waits for its turn after each step. Bytes of a stage are counted from those between two steps."""
 
-    def __init__(self, config: GRPOConfig, turns: Turns) -> None:
+    def __init__(self, config: GRPOConfig, turns: Turns, run: Path) -> None:
         super().__init__(config)
         self._turns = turns
+        self._metrics = run / "metrics.jsonl"
         self._resident = 0
         self._generation_bytes = 0
 
@@ -30,7 +31,7 @@ class InTurns(GRPO):
         return super().estimate(batch)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        row = read_rows(RUN / "metrics.jsonl")[-1]
+        row = read_rows(self._metrics)[-1]
         generation, *training = (row[f"time/{stage}"] for stage in STAGES)
         training_bytes = self._turns.peak()
         self._turns.done(
@@ -49,7 +50,8 @@ class InTurns(GRPO):
 
 def main() -> None:
     turns, job = Turns(), Job.given()
-    shutil.rmtree(RUN, ignore_errors=True)
+    run = Path(job.options.get("run.dir", ROOT / "runs" / "benchmarks" / "steps"))
+    shutil.rmtree(run, ignore_errors=True)
     score = REWARDS[job.reward]
 
     def reward(trajectory: treadle.Trajectory) -> float:
@@ -59,14 +61,14 @@ def main() -> None:
         "model": job.model,
         "steps": 1_000_000,
         "prompts_per_step": job.prompts,
-        "run": {"dir": str(RUN), "checkpoint_every": 0},
+        "run": {"dir": str(run), "checkpoint_every": 0},
         "data": {"train": {"name": "jsonl", "path": job.data}},
         "sampling": {"max_tokens": job.tokens},
         "trainer": {"learning_rate": LEARNING_RATE},
     }
     overrides = [f"{key}={value}" for key, value in job.options.items()]
     treadle.train(
-        config, overrides=overrides, algorithm=InTurns(GRPOConfig(group_size=job.group), turns), reward=reward
+        config, overrides=overrides, algorithm=InTurns(GRPOConfig(group_size=job.group), turns, run), reward=reward
     )
 
 

@@ -147,9 +147,11 @@ class Player:
         return {**facts, "seconds": time.perf_counter() - begin}
 
     def end(self) -> None:
+        """Let the program end, and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        with self._process:
+            self._process.wait(timeout=60)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
