@@ -63,6 +63,12 @@ class DataConfig(Config):
     chat: bool = key("render prompts through the tokenizer's chat template", default=True)
     max_prompt_tokens: int = key("longer prompts are kept out and counted", default=1024, ge=1, le=1 << 24)
 
+    def check(self) -> None:
+        """Look whether the data are there, before anything heavy is loaded. Raises DataError or ConfigError."""
+        for source in (self.train, self.evaluation):
+            if source is not None:
+                source.check()
+
 
 def train_source(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptSource:
     """Training prompts in the order that `seed` fixes. Raises ConfigError or DataError."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.config import key
 from treadle.data.columns import Layout, TableConfig, layout
-from treadle.data.files import Shard
+from treadle.data.files import FilesConfig, Shard
 from treadle.data.source import Order, Row
 from treadle.data.text import Lines, TextSource
 from treadle.errors import DataError
@@ -24,9 +23,9 @@ _LONGEST_FIELD = 1 << 24
 """Characters. What is longer is a quote that was never closed."""
 
 
-class CsvConfig(TableConfig):
+class CsvConfig(TableConfig, FilesConfig):
+    ending = ".csv"
     name: str = key("where prompts come from", default="csv")
-    path: Path = key("CSV file with a header, or a directory or pattern (data/*.csv) of such")
     delimiter: str = key("what stands between two fields", default=",", min_length=1, max_length=1)
 
 
@@ -35,7 +34,7 @@ class Csv(TextSource[list[str]]):
 
     def __init__(self, config: CsvConfig, renderer: Renderer, order: Order) -> None:
         """Raises DataError, with file and line, for the first row that cannot be used."""
-        super().__init__(config.path, ".csv", renderer, order)
+        super().__init__(config, renderer, order)
         self._config = config
         self._header: list[str] = []
         self._layout: Layout | None = None

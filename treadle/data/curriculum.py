@@ -34,6 +34,9 @@ class CurriculumConfig(SourceConfig):
     revisit: float = key("share of the prompts that are taken from the pool while it has some", default=0.5, ge=0, lt=1)
     pool: int = key("learnable prompts kept at most; the least learnable go first", default=256, ge=1, le=1 << 20)
 
+    def check(self) -> None:
+        self.source.check()
+
 
 class Curriculum:
     """A `PromptSource` over a `PromptSource`."""

@@ -8,8 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
+from treadle.config import key
+from treadle.data.source import SourceConfig
 from treadle.errors import DataError
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z")
@@ -35,6 +37,19 @@ class Shard:
             file.close()
             raise DataError(f"{self.path}: the data file has changed since this run began to read it")
         return file
+
+
+class FilesConfig(SourceConfig):
+    """Keys of sources that read files."""
+
+    ending: ClassVar[str]  # of the files in a directory
+    path: Path = key("a file, a directory of files, or a pattern in quotes, e.g. 'data/*.jsonl'")
+
+    def shards(self) -> tuple[Shard, ...]:
+        return shards(self.path, self.ending)
+
+    def check(self) -> None:
+        self.shards()
 
 
 def shards(path: Path, suffix: str) -> tuple[Shard, ...]:

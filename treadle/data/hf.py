@@ -7,6 +7,7 @@ Columns as in `treadle.data.columns`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ class HuggingFaceConfig(TableConfig):
     path: str = key("directory, or name on the Hugging Face Hub, e.g. openai/gsm8k", min_length=1)
     subset: str | None = key("the data set's configuration, e.g. main; null: the default one", default=None)
     split: str | None = key("the part of the data set, e.g. train; null: the only one", default=None)
+
+    def check(self) -> None:
+        if find_spec("datasets") is None:
+            raise ConfigError("the package datasets is missing: pip install 'treadle[datasets]'")
 
 
 class HuggingFace(ArrowSource):
@@ -63,14 +68,16 @@ class HuggingFace(ArrowSource):
 
 
 def _loaded(config: HuggingFaceConfig) -> datasets.Dataset | datasets.DatasetDict:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError("the package datasets is missing: pip install 'treadle[datasets]'") from None
+    config.check()
+    import datasets
+
     path: Any = Path(config.path)
-    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    if saved and config.subset is not None:
-        raise DataError(f"{path}: was written by save_to_disk and has no subsets; leave out subset={config.subset!r}")
+    single = (path / "state.json").is_file()
+    saved = single or (path / "dataset_dict.json").is_file()
+    superfluous = {"subset": config.subset if saved else None, "split": config.split if single else None}
+    for name, value in superfluous.items():
+        if value is not None:
+            raise DataError(f"{path}: what save_to_disk wrote here has no {name}s; leave out the source's key `{name}`")
     try:
         if saved:
             return datasets.load_from_disk(config.path, keep_in_memory=False)

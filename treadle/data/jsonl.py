@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from treadle.config import key
 from treadle.data.columns import Layout
-from treadle.data.files import Shard
-from treadle.data.source import Order, Row, SourceConfig
+from treadle.data.files import FilesConfig, Shard
+from treadle.data.source import Order, Row
 from treadle.data.strict_json import decode
 from treadle.data.text import Lines, TextSource
 from treadle.errors import DataError
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 _EXAMPLE = '{"prompt": "What is 2 + 3?", "answer": "5"}'
 
 
-class JsonLinesConfig(SourceConfig):
+class JsonLinesConfig(FilesConfig):
+    ending = ".jsonl"
     name: str = key("where prompts come from", default="jsonl")
-    path: Path = key("file, directory or pattern (data/*.jsonl) of JSON lines with prompt, answer and, if wanted, id")
     prompt: str = key("key of the prompts", default="prompt", min_length=1)
     answer: str = key("key of the answers; rows without it have none", default="answer", min_length=1)
 
@@ -40,7 +39,7 @@ class JsonLines(TextSource[bytes]):
 
     def __init__(self, config: JsonLinesConfig, renderer: Renderer, order: Order) -> None:
         """Raises DataError, with file and line, for the first row that cannot be used."""
-        super().__init__(config.path, ".jsonl", renderer, order)
+        super().__init__(config, renderer, order)
         self._layout = Layout(tuple(config.prompt.split(".")), tuple(config.answer.split(".")))
         self._names = {shard.name for shard in self._shards}
         given = array("q", (_hash(row.id) for shard, line, row in self._scan() if row.id != f"{shard.name}:{line}"))

@@ -41,6 +41,10 @@ class MixtureConfig(SourceConfig):
         "the sources by names of your choice (letters, digits, . _ -)", min_length=1
     )
 
+    def check(self) -> None:
+        for part in self.sources.values():
+            part.source.check()
+
 
 class Mixture:
     """A `PromptSource` of `PromptSource`s."""
@@ -53,7 +57,7 @@ class Mixture:
             name: make_source(part.source, renderer, replace(order, seed=noise_key(order.seed, name)))
             for name, part in config.sources.items()
         }
-        self._weight = {name: Fraction(part.weight) for name, part in config.sources.items()}
+        self._weight = {name: Fraction(str(part.weight)) for name, part in config.sources.items()}
         self._index = 0  # prompts handed out over the run
         self._given = dict.fromkeys(self._sources, 0)  # by each source that has not ended, since the last one ended
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.config import key
 from treadle.data.arrow import ArrowSource
 from treadle.data.columns import TableConfig
-from treadle.data.files import Shard, digest, shards
+from treadle.data.files import FilesConfig, Shard, digest
 from treadle.data.source import Order
 from treadle.errors import DataError
 
@@ -31,9 +31,15 @@ _CHECKED, _STORED = 1024, 64
 """Rows that are checked, and stored, together."""
 
 
-class ParquetConfig(TableConfig):
+class ParquetConfig(TableConfig, FilesConfig):
+    ending = ".parquet"
     name: str = key("where prompts come from", default="parquet")
-    path: Path = key("Parquet file, or a directory or pattern (data/*.parquet) of such")
+
+    def check(self) -> None:
+        for shard in self.shards():
+            with shard.open() as file:
+                if file.read(4) != b"PAR1":
+                    raise DataError(f"{shard.path}: not a Parquet file")
 
 
 class Parquet(ArrowSource):
@@ -43,7 +49,7 @@ class Parquet(ArrowSource):
         """Raises DataError, with file and row, for the first row that cannot be used."""
         super().__init__(config, renderer, order)
         self._path = config.path
-        self._shards = shards(config.path, ".parquet")
+        self._shards = config.shards()
         self._digest = digest(self._shards)
         self._scratch = _Scratch()
         self._first_B = array("q")  # of every stored batch: the number of its first row
@@ -108,6 +114,7 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the source is)
+        weakref.finalize(self, self._file.close)
         self._ends = array("q", [0])
 
     def append(self, piece: pa.Buffer) -> None:

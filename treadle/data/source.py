@@ -31,6 +31,9 @@ class SourceConfig(Config):
 
     name: str = key("where prompts come from: a module of treadle.data, or my.module:Class")
 
+    def check(self) -> None:
+        """Look whether the data are there, before anything heavy is loaded. Raises DataError or ConfigError."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

@@ -10,10 +10,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
-from treadle.data.files import Shard, digest, shards
+from treadle.data.files import FilesConfig, Shard, digest
 from treadle.data.source import Order, Row, RowSource
 from treadle.errors import DataError
 
@@ -44,10 +43,10 @@ class Lines:
 class TextSource(RowSource, Generic[T]):
     """A subclass says how lines become records (`T`) and records rows, and calls `_scan` when it is made."""
 
-    def __init__(self, path: Path, suffix: str, renderer: Renderer, order: Order) -> None:
+    def __init__(self, config: FilesConfig, renderer: Renderer, order: Order) -> None:
         super().__init__(renderer, order)
-        self._path = path
-        self._shards = shards(path, suffix)
+        self._path = config.path
+        self._shards = config.shards()
         self._digest = digest(self._shards)
         self._count = 0
         # Of every kept place: the number of the row that follows, its file, the bytes and lines before it.
