@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install models test test-fast test-long curves bench-trl bench-growth check docs docs-metrics docs-serve format clean
+.PHONY: help quickstart smoke install models test test-fast test-long curves native bench bench-trl bench-growth check docs docs-metrics docs-serve format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -46,6 +46,13 @@ test-long: $(INSTALLED) models/smollm2  ## learning curves and chaos
 
 curves: $(INSTALLED) models/smollm2  ## learning curves of the quickstart over 3 seeds, into docs/images
 	$(BIN)/python -m benchmarks.learning examples/quickstart.yaml 0 1 2
+
+native: $(INSTALLED)  ## compile the kernels that decode faster on this processor (half a minute; needs g++ or clang++)
+	@$(BIN)/python -m treadle.rollout.embedded.native.library
+
+bench: $(INSTALLED) models/smollm2 native  ## decoding against Hugging Face and the bare matrix products (20 minutes)
+	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.decoding --rows 16 --rounds 1 --ragged
 
 bench-trl: $(INSTALLED) .cache/trl/.installed models/smollm2  ## a whole GRPO step against TRL's (half an hour)
 	$(BIN)/python -m benchmarks.vs_trl

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from treadle.rollout.embedded.graphs import Replay
 from treadle.rollout.embedded.kernels import Kernels, Projection, Rotation
 from treadle.rollout.embedded.plans import Plan
 
@@ -46,6 +47,7 @@ class Decoder:
         self._eps: float = config.rms_norm_eps
         self._blocks: list[_Block] = []
         self._head: Projection | None = None
+        self._replay = Replay(self._run) if model.device.type == "cuda" else None
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -57,13 +59,18 @@ class Decoder:
         """The weights have changed: what was made of them is made again, by the next pass."""
         if self._kernels.copies_weights:
             self._blocks, self._head = [], None
+        if self._replay is not None:
+            self._replay.forget()
 
     def __call__(self, plan: Plan, token_S: Tensor, position_S: Tensor, keep_R: Tensor | None) -> Tensor:
         """Logits [R, V] at the positions `keep_R` of the pass (None: at all of them)."""
-        kernels, core = self._kernels, self._model.model
         if self._head is None:
             self._prepare()
-            assert self._head is not None
+        return (self._replay or self._run)(plan, token_S, position_S, keep_R)
+
+    def _run(self, plan: Plan, token_S: Tensor, position_S: Tensor, keep_R: Tensor | None) -> Tensor:
+        kernels, core = self._kernels, self._model.model
+        assert self._head is not None
         x_SE = core.embed_tokens(token_S).float()
         cosine, sine = (x[0] for x in core.rotary_emb(x_SE, position_S[None]))
         delta_SE = None

@@ -83,6 +83,8 @@ class _Stretch:
 class ShelfPlan(Plan):
     """One new token for each row, in plain PyTorch: the rows of a shelf attend at once, padded to their longest."""
 
+    masks = True
+
     def __init__(self, rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> None:
         """rows: all that are in the cache, in the order of `in_shelves`; lengths: positions already there."""
         super().__init__(max(lengths) + 1)
@@ -92,7 +94,7 @@ class ShelfPlan(Plan):
             part = slice(begin, begin := begin + len(shelf.slots))
             at_R, longest = torch.tensor(lengths[part], device=device), max(lengths[part]) + 1
             hidden = None
-            if min(lengths[part]) + 1 < longest:
+            if self.masks and min(lengths[part]) + 1 < longest:
                 hidden = (torch.arange(longest, device=device) > at_R[:, None])[:, None, None]
             index_R = torch.arange(len(at_R), device=device)
             self._stretches.append(_Stretch(shelf, part, index_R, at_R, longest, hidden))
@@ -124,6 +126,19 @@ def in_shelves(row: Row) -> tuple[int, int]:
 class FlashPlan(ShelfPlan):
     """The same by variable-length FlashAttention. Only on a GPU; not run by the tests."""
 
+    masks = False
+
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """Equal for plans that differ in lengths alone: a captured graph can serve them all."""
+        return tuple(
+            (len(s.at_R), s.shelf.capacity, *(keys.data_ptr() for keys, _ in s.shelf.layers.values()))
+            for s in self._stretches
+        )
+
+    def take_lengths(self, other: FlashPlan) -> None:
+        for mine, theirs in zip(self._stretches, other._stretches, strict=True):
+            mine.at_R.copy_(theirs.at_R)
+
     @staticmethod
     def _stretch(layer: int, at: _Stretch, q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, scaling: float) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -139,7 +154,7 @@ class FlashPlan(ShelfPlan):
             bounds_N1,
             bounds_N1 * at.shelf.capacity,
             1,
-            at.longest,
+            at.shelf.capacity,
             scale=scaling,
             enable_gqa=q_RHD.shape[1] != k_RKD.shape[1],
             seqused_k=(at.at_R + 1).int(),

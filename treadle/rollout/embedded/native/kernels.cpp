@@ -30,6 +30,7 @@ constexpr int LANES = 16, TILE = 6;  // 6 × 4 sums, 4 weights and 1 activation 
 constexpr int LANES = 8, TILE = 2;
 #endif
 typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef float Four __attribute__((vector_size(16)));
 typedef int32_t Int __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
@@ -65,20 +66,23 @@ inline Vec load(const BFloat16* from) {
 
 template <class T>
 inline Vec load(const T* from, int64_t count, float beyond = 0) {
-  if (count >= LANES) return load(from);
+  if (count >= LANES) [[likely]] return load(from);
   Vec value = Vec{} + beyond;
   for (int64_t i = 0; i < count; i++) value[i] = static_cast<float>(from[i]);
   return value;
 }
 
-inline void store(float* to, Vec value, int64_t count) {
-  std::memcpy(to, &value, std::min<int64_t>(count, LANES) * sizeof(float));
+template <class T, class V>
+inline void store_lanes(T* to, V value, int64_t count) {
+  if (count >= LANES) [[likely]]
+    std::memcpy(static_cast<void*>(to), &value, sizeof value);
+  else
+    std::memcpy(static_cast<void*>(to), &value, count * sizeof(T));
 }
 
-inline void store(BFloat16* to, Vec value, int64_t count) {
-  Half half = narrow(value);
-  std::memcpy(static_cast<void*>(to), &half, std::min<int64_t>(count, LANES) * sizeof(BFloat16));
-}
+inline void store(float* to, Vec value, int64_t count) { store_lanes(to, value, count); }
+
+inline void store(BFloat16* to, Vec value, int64_t count) { store_lanes(to, narrow(value), count); }
 
 inline Vec larger(Vec a, Vec b) { return a < b ? b : a; }
 
@@ -121,18 +125,18 @@ inline float largest(Vec v) {
 
 // ---------------------------------------------------------------------------------------------------- dot products
 
-// out[m][n] = Σ_k a[m][k] · b[n][k] for M × N rows. `next` reads ahead into the rows after these.
-template <int M, int N, bool next, class B>
-inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, float* out, int64_t stride_out) {
+// out[m][n] = Σ_k a[m][k] · b[n][k] for M × N rows; meanwhile NEXT rows from `next` on are fetched into the cache.
+template <int M, int N, int NEXT, class B>
+inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, float* out, int64_t stride_out,
+                 const B* next) {
   Vec sums[M][N] = {};
   int64_t k = 0;
   for (; k + LANES <= size; k += LANES) {
     Vec right[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; n++) {
-      right[n] = load(b + n * size + k);
-      if constexpr (next) __builtin_prefetch(b + (n + N) * size + k);
-    }
+    for (int n = 0; n < N; n++) right[n] = load(b + n * size + k);
+#pragma GCC unroll 8
+    for (int n = 0; n < NEXT; n++) __builtin_prefetch(next + n * size + k, 0, 2);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       Vec left = load(a + m * stride_a + k);
@@ -140,8 +144,10 @@ inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, flo
       for (int n = 0; n < N; n++) sums[m][n] += left * right[n];
     }
   }
-  if (k < size) {
+  if (k < size) [[unlikely]] {
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
       for (int n = 0; n < N; n++) sums[m][n] += load(a + m * stride_a + k, size - k) * load(b + n * size + k, size - k);
   }
 #pragma GCC unroll 8
@@ -149,37 +155,48 @@ inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, flo
     if constexpr (N == 4) {
       Vec four = paired<LANES / 4>(paired<LANES / 2>(sums[m][0], sums[m][2]), paired<LANES / 2>(sums[m][1], sums[m][3]));
       four = folded<LANES / 8>(four);
-      for (int n = 0; n < N; n++) out[m * stride_out + n] = four[n * (LANES / 4)];
+      Four found = __builtin_shufflevector(four, four, 0, LANES / 4, LANES / 2, LANES / 4 * 3);
+      std::memcpy(out + m * stride_out, &found, sizeof found);
     } else {
       for (int n = 0; n < N; n++) out[m * stride_out + n] = sum(sums[m][n]);
     }
   }
 }
 
-template <int M, bool next, class B>
-void strip(const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out, int64_t stride_out) {
+template <int M, int NEXT, class B>
+void strip(const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out, int64_t stride_out,
+           const B* next) {
   int64_t n = 0;
-  for (; n + 4 <= rows; n += 4) tile<M, 4, next>(a, stride_a, b + n * size, size, out + n, stride_out);
-  for (; n < rows; n++) tile<M, 1, false>(a, stride_a, b + n * size, size, out + n, stride_out);
+  for (; n + 4 <= rows; n += 4, next += NEXT * size)
+    tile<M, 4, NEXT>(a, stride_a, b + n * size, size, out + n, stride_out, next);
+  for (; n < rows; n++) tile<M, 1, 0>(a, stride_a, b + n * size, size, out + n, stride_out, next);
 }
 
-template <bool next, class B, int... M>
+template <int NEXT, class B, int... M>
 void strip_of(int64_t m, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
-              int64_t stride_out, std::integer_sequence<int, M...>) {
-  using Strip = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t);
-  static constexpr Strip strips[] = {strip<M + 1, next, B>...};
-  strips[m - 1](a, stride_a, b, rows, size, out, stride_out);
+              int64_t stride_out, const B* next, std::integer_sequence<int, M...>) {
+  using Strip = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t, const B*);
+  static constexpr Strip strips[] = {strip<M + 1, NEXT, B>...};
+  strips[m - 1](a, stride_a, b, rows, size, out, stride_out, next);
 }
 
-// out[m][n] = Σ_k a[m][k] · b[n][k]; `b` is read from memory once, ahead of its use.
+// out[m][n] = Σ_k a[m][k] · b[n][k], where `b` is one block of rows after another: the next one is fetched meanwhile.
 template <class B>
 void dots(int64_t count, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
           int64_t stride_out) {
   constexpr std::make_integer_sequence<int, TILE> sizes;
-  strip_of<true>(std::min<int64_t>(TILE, count), a, stride_a, b, rows, size, out, stride_out, sizes);
-  for (int64_t m = TILE; m < count; m += TILE)
-    strip_of<false>(std::min<int64_t>(TILE, count - m), a + m * stride_a, stride_a, b, rows, size, out + m * stride_out,
-                    stride_out, sizes);
+  if (count <= TILE) {  // each tile fetches the four rows that the next one reads
+    strip_of<4>(count, a, stride_a, b, rows, size, out, stride_out, b + 4 * size, sizes);
+    return;
+  }
+  const B* next = b + rows * size;  // each tile of the first strips fetches one row of the next block
+  for (int64_t m = 0; m < count; m += TILE, next += rows / 4 * size) {
+    int64_t some = std::min<int64_t>(TILE, count - m);
+    if (next < b + 2 * rows * size)
+      strip_of<1>(some, a + m * stride_a, stride_a, b, rows, size, out + m * stride_out, stride_out, next, sizes);
+    else
+      strip_of<0>(some, a + m * stride_a, stride_a, b, rows, size, out + m * stride_out, stride_out, next, sizes);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------- types
@@ -206,13 +223,13 @@ struct Block {
   int64_t rows, column;
 };
 
-constexpr int64_t BLOCK = 12;  // rows of a matrix that stay in the nearest cache while all activations pass
+constexpr int64_t BLOCK = 16;  // rows of a matrix that stay in a near cache while all activations pass; a line of output
 
 template <class W>
 void products(const std::vector<Block>& blocks, const float* x, int64_t count, int64_t size, float* out, int64_t width) {
   at::parallel_for(0, blocks.size(), grain(BLOCK * size * count / LANES), [&](int64_t begin, int64_t end) {
     bool widened = !std::is_same_v<W, float> && count > TILE;
-    std::vector<float> wide(widened ? BLOCK * size : 0);
+    std::vector<float> wide(widened ? BLOCK * size : 0), found(count * BLOCK);
     for (int64_t i = begin; i < end; i++) {
       const Block& block = blocks[i];
       const W* weight = static_cast<const W*>(block.weight);
@@ -220,14 +237,14 @@ void products(const std::vector<Block>& blocks, const float* x, int64_t count, i
       if (widened) {
         for (int64_t k = 0; k < block.rows * size; k += LANES)
           store(wide.data() + k, load(weight + k, block.rows * size - k), block.rows * size - k);
-        dots(count, x, size, wide.data(), block.rows, size, to, width);
+        dots(count, x, size, wide.data(), block.rows, size, found.data(), BLOCK);
       } else {
-        dots(count, x, size, weight, block.rows, size, to, width);
+        dots(count, x, size, weight, block.rows, size, found.data(), BLOCK);
       }
-      if (block.bias == nullptr) continue;
-      for (int64_t r = 0; r < count; r++)
+      const W* bias = static_cast<const W*>(block.bias);
+      for (int64_t r = 0; r < count; r++)  // whole lines: the rows of `out` often compete for the same places in a cache
         for (int64_t n = 0; n < block.rows; n++)
-          to[r * width + n] += static_cast<float>(static_cast<const W*>(block.bias)[n]);
+          to[r * width + n] = found[r * BLOCK + n] + (bias == nullptr ? 0.0f : static_cast<float>(bias[n]));
     }
   });
 }
@@ -389,6 +406,13 @@ inline void softmax(float* score, int64_t count) {
   for (int64_t t = 0; t < count; t += LANES) store(score + t, load(score + t, count - t) * factor, count - t);
 }
 
+// Ask for the beginning of a stretch of memory; what follows comes by itself.
+template <class C>
+inline void fetch(const C* from, int64_t count) {
+  const char* bytes = reinterpret_cast<const char*>(from);
+  for (int64_t i = 0; i < std::min<int64_t>(count * sizeof(C), 4096); i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 constexpr int64_t PLACE = 6;  // of a row: shelf, slot and length of its prompt's part, then of its own
 
 // The new token of every row: its key and value enter the cache, and its queries attend to all before and itself.
@@ -412,11 +436,13 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
       std::vector<float> query(share * size), score(share * longest), sums(share * size);
       for (int64_t i = begin; i < end; i++) {
         int64_t head = i / rows, r = i % rows, total = 0;
-        const int64_t* at = places + r * PLACE;
+        const int64_t *at = places + r * PLACE, *after = places + (r + 1) % rows * PLACE;
         auto part = [&](at::TensorList shelves, const int64_t* where) {
           const Tensor& shelf = shelves[where[0]];
           return static_cast<C*>(shelf.data_ptr()) + (where[1] * groups + head) * shelf.size(2) * size;
         };
+        fetch(part(values, at + 3), at[5] * size);
+        fetch(part(keys, after + 3), after[5] * size);
         C* own_k = part(keys, at + 3) + at[5] * size;
         C* own_v = part(values, at + 3) + at[5] * size;
         for (int64_t d = 0; d < size; d += LANES) {
