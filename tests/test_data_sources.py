@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import logging
 import math
@@ -66,7 +67,7 @@ def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
             (tmp_path / "t").mkdir()
             parquet(tmp_path / "t" / "train.parquet", rows)
             return f"{{name: hf, path: {tmp_path / 't'}}}"
-        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+        table: Any = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
         datasets.Dataset(table).save_to_disk(tmp_path / "t")
         return f"{{name: hf, path: {tmp_path / 't'}}}"
 
@@ -77,10 +78,10 @@ def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The library's bars are switched off, and its cache lies where the tests do."""
     datasets.disable_progress_bars()
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    options: Any = importlib.import_module("datasets.config")
+    before, options.HF_DATASETS_CACHE = options.HF_DATASETS_CACHE, tmp_path_factory.mktemp("cache")
     yield
-    datasets.config.HF_DATASETS_CACHE = before
+    options.HF_DATASETS_CACHE = before
     datasets.enable_progress_bars()
 
 
@@ -388,7 +389,9 @@ def test_csv_rows_are_read_back_at_random(tmp_path: Path, rows: list[tuple[str, 
 
 
 def test_splits_are_asked_for(tmp_path: Path) -> None:
-    both = datasets.DatasetDict(train=datasets.Dataset.from_list(COMMON), test=datasets.Dataset.from_list(COMMON[:2]))
+    both = datasets.DatasetDict(
+        [("train", datasets.Dataset.from_list(COMMON)), ("test", datasets.Dataset.from_list(COMMON[:2]))]
+    )
     both.save_to_disk(tmp_path / "t")
     with pytest.raises(DataError, match=r"the splits are train, test; say which with the source's key `split`"):
         source(f"{{name: hf, path: {tmp_path / 't'}}}")

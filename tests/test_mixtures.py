@@ -266,14 +266,14 @@ async def by_number(trajectory: treadle.Trajectory) -> float:
 
 
 def adaptive(tmp_path: Path, model: Path, **more: Any) -> dict[str, Any]:
-    paths = files(tmp_path, a=6, b=7)
+    paths = files(tmp_path, a=12, b=13)
     sources = {name: {"weight": 1.0, "source": str(path)} for name, path in paths.items()}
     train = {"name": "curriculum", "revisit": 0.6, "source": {"name": "mixture", "sources": sources}}
     return runs.settings(
         tmp_path,
         model,
         steps=8,
-        data={"train": train, "evaluation": str(paths["a"]), "chat": False},
+        data={"train": train, "chat": False},
         reward="tests.test_mixtures:by_number",
         max_filtered_groups=100,
         **more,
@@ -297,7 +297,7 @@ def test_a_curriculum_run_that_was_killed_goes_on_bit_for_bit(tiny_model: Path, 
     assert runs.samples(tmp_path / "broken") == runs.samples(tmp_path / "whole")
     steps = [rows for name, rows in runs.samples(tmp_path / "whole").items() if name.startswith("step")]
     trained = Counter(row["prompt"] for rows in steps for row in rows)
-    assert max(trained.values()) > 2 * 4  # something was revisited
+    assert max(trained.values()) >= 2 * 4  # of more rows than prompts: something was revisited
 
 
 def test_an_asynchronous_curriculum_run_balances_its_books(tiny_model: Path, tmp_path: Path) -> None:

@@ -118,8 +118,10 @@ class _Scratch:
         self._ends = array("q", [0])
 
     def append(self, piece: pa.Buffer) -> None:
+        rest = memoryview(piece)
         try:
-            self._file.write(piece)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise DataError(
                 f"{tempfile.gettempdir()}: no scratch file can be written here: {error.strerror}; make room, or set "
