@@ -18,8 +18,8 @@ Made from the code by `make docs-metrics`: everything that a run writes into `me
 
 *Counts once* says what a mean is over. It is one sum divided by one count over the whole step, however the work was
 cut, and never a mean of means: **token**, a trained token (what an objective reports: of a row with signal);
-**sequence**, a trajectory; **sample**; **group**, a prompt with its samples; **update**, an optimizer step; **step**, one
-number a step; **max**, the largest counts. Names that begin with `time/` depend on the clock and nothing else does.
+**sequence**, a trajectory; **sample**; **group**, a prompt with its samples; **update**, an optimizer step; **step**,
+one number a step; **max**, the largest counts. Names that begin with `time/` depend on the clock and nothing else does.
 """
 
 _PLACES = {

@@ -112,7 +112,7 @@ async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFu
     chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
     metrics = Registry(chosen.metrics, type(chosen))
     config, path = _concrete(config), Path(config.run.dir)
-    if (summary := _finished(path, config, trackers, metrics)) is not None:
+    if (summary := _finished(path, config, trackers)) is not None:
         logger.warning("%s has done its %d steps; a larger `steps` trains on", path, summary["steps"])
         return summary
     # The parts first: a mistake that shows here leaves no run directory behind.
@@ -153,7 +153,7 @@ def _concrete(config: RLConfig) -> RLConfig:
     return config.model_copy(update={"trainer": settled(config.trainer), "critic": critic})
 
 
-def _finished(path: Path, config: RLConfig, trackers: Sequence[Tracker], metrics: Registry) -> dict[str, Any] | None:
+def _finished(path: Path, config: RLConfig, trackers: Sequence[Tracker]) -> dict[str, Any] | None:
     """The summary of a run that has nothing left to do, but perhaps to tell."""
     if not RunDirectory(path).finished:
         return None
@@ -161,7 +161,7 @@ def _finished(path: Path, config: RLConfig, trackers: Sequence[Tracker], metrics
         summary = directory.read_summary() or {}
         if not summary["data_ended"] and summary["steps"] < config.steps:
             return None
-        Tracking(directory, trackers, metrics).tell_all()
+        Tracking(directory, trackers).tell_all()
         return summary
 
 

@@ -73,7 +73,7 @@ class Recorder:
         self._dropped: list[Ending] = []  # since samples were last written
         self._step = 0  # the last one that is done
         self._defined = metrics if metrics is not None else Registry()
-        self._tracking = Tracking(directory, trackers, self._defined)
+        self._tracking = Tracking(directory, trackers)
         self._outcome: Outcome = "failed"
         with ExitStack() as stack:
             stack.enter_context(logging_to(directory.log))

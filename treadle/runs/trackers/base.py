@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 from treadle.config import Config, key
 from treadle.errors import ConfigError
-from treadle.metrics import Registry
 
 FOLDER = "treadle.runs.trackers"
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -32,7 +31,6 @@ class Run:
 
     path: Path  # the run directory
     config: Mapping[str, Any]  # resolved
-    metrics: Registry  # what each metric means
 
     @property
     def name(self) -> str:

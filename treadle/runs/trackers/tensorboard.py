@@ -34,8 +34,7 @@ class TensorBoard(Tracker):
         self._write(event.Event(step=0, session_log=event.SessionLog(status=event.SessionLog.START)))
         self._write(event.Event(step=0, summary=_text("config", to_text(run.config))))
         for path in old:
-            path.unlink()
-        self._metrics, self._described = run.metrics, set[str]()
+            path.write_bytes(b"")  # it may have that file open, and would wait for more for ever were it gone
         return None
 
     def where(self) -> str:
@@ -45,11 +44,7 @@ class TensorBoard(Tracker):
         """One record for the whole row: it is there or it is not."""
         summary = _messages("summary")
         values = [summary.Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]
-        for value in values:
-            if value.tag not in self._described and (metric := self._metrics.find(value.tag)) is not None:
-                value.metadata.summary_description = f"{metric.definition} ({metric.unit})"
         self._write(_messages("event").Event(step=step, summary=summary.Summary(value=values)))
-        self._described |= metrics.keys()
 
     def close(self, outcome: Outcome) -> None:
         self._file.close()

@@ -20,7 +20,6 @@ from typing import Any
 from treadle.config import plugin_class
 from treadle.config.yaml_text import from_text
 from treadle.errors import RunError
-from treadle.metrics import Registry
 from treadle.runs.directory import RunDirectory
 from treadle.runs.files import reading, write_aside, writing
 from treadle.runs.text import readable
@@ -48,16 +47,15 @@ class Tracking:
 
     ::
 
-        tracking = Tracking(directory, make_trackers(config.run.told), Registry())
+        tracking = Tracking(directory, make_trackers(config.run.told))
         tracking.start(anew=True)      # once the record is where the run goes on from
         tracking.tell()                # a row was added
         tracking.close("finished")     # waits, but not for ever
     """
 
-    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker], metrics: Registry) -> None:
+    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker]) -> None:
         self._directory = directory
         self._trackers = trackers
-        self._metrics = metrics
         self._followers: list[_Follower] = []
 
     def start(self, anew: bool) -> None:
@@ -65,7 +63,7 @@ class Tracking:
         if not self._trackers:
             return
         directory = self._directory
-        run = Run(directory.path, from_text(directory.config_text, str(directory.config)), self._metrics)
+        run = Run(directory.path, from_text(directory.config_text, str(directory.config)))
         with writing(directory.trackers):
             directory.trackers.mkdir(exist_ok=True)
         for tracker in self._trackers:
@@ -133,7 +131,7 @@ class _Follower(threading.Thread):
             outcome = self.outcome  # before the record is read: after it nothing more comes
             try:
                 self._tell()
-                if outcome is not None:
+                if outcome is not None and not self._waiting:
                     self._tracker.close(outcome)
                     self._closed = True
             except Exception as error:  # whatever a library or a class of the user's raises: counted, told, tried again
@@ -163,7 +161,7 @@ class _Follower(threading.Thread):
             self._waiting = sorted(untold, key=lambda x: (x[0], x[1] != "metrics"))  # an evaluation after its step
         told = False
         try:
-            while self._waiting:
+            while self._waiting and not self.given_up:
                 step, what, row = self._waiting[0]
                 self._tracker.log(step, row)
                 self._told[what] = step
