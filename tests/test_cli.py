@@ -88,16 +88,17 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, tiny_mod
     assert sorted({key for model in everything for key in unread(model)}) == []
 
 
-def test_help_and_configuration_errors_answer_at_once_and_without_torch(tmp_path: Path, tiny_model: Path) -> None:
+def test_what_answers_at_once_does_so_without_torch_and_numpy(tmp_path: Path, tiny_model: Path) -> None:
     write(tmp_path, settings(tmp_path, tiny_model))
     wrong = ["train", str(tmp_path / "config.yaml"), "algorithm.group_sise=4"]
-    for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (wrong, 2)):
+    light = (["--help"], ["train", "--help"], ["explain"], ["explain", "algorithm.clip_low"], ["schema"])
+    for arguments, code in (*((command, 0) for command in light), (wrong, 2)):
         program = (
             f"import sys; sys.argv = ['treadle', *{arguments!r}]\n"
             "from treadle.cli import main\n"
             "try:\n    main()\n"
             "except SystemExit as end:\n"
-            "    heavy = {'torch', 'ray', 'vllm', 'transformers', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+            "    heavy = {'torch', 'ray', 'transformers', 'pyarrow', 'matplotlib', 'numpy'} & set(sys.modules)\n"
             f"    sys.exit(f'imports {{heavy}}' if heavy else end.code != {code})\n"
         )
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

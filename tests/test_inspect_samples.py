@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,10 +37,11 @@ HOSTILE = "[/red][link=x] \x1b]0;owned\x07\u202e"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, tiny_model: Path) -> Path:
     """Three steps of a trained group of three and a filtered one; rewards 0, 1, 0 and 1, 0, 1."""
     path = tmp_path / "run"
     RunDirectory.open(path, "model: nowhere\n").close()
+    shutil.copytree(tiny_model, path / "model")
     rows = JsonLines(path / "metrics.jsonl")
     for step in (1, 2, 3):
         trained, filtered = group(step), group(10 * step, failed=(1,))
@@ -81,9 +83,9 @@ def ids(path: Path, *where: str, sort: str | None = None, **asked: Any) -> list[
     ("where", "expected"),
     [
         (["reward < 0.5", "state = trained"], ["1.1", "2.0", "2.2", "3.1"]),
-        (["reward >= 1", "step = 2", "state != filtered"], ["2.1"]),
+        (["reward >= 1", "step = 2", "state != filtered"], ["2.1", "20.1"]),
         (["tokens > 3"], ["1.2", "2.1", "3.0", "10.1", "30.1"]),
-        (["tokens==4", "state = filtered"], ["30.1"]),
+        (["tokens==4", "state = failed"], ["10.1", "30.1"]),
         (["state = failed"], ["10.1", "20.1", "30.1"]),
         (["why ~ judge"], ["10.1", "20.1", "30.1"]),
         (["why != null", "step > 2"], ["30.0", "30.1", "30.2"]),
@@ -104,8 +106,7 @@ def ids(path: Path, *where: str, sort: str | None = None, **asked: Any) -> list[
     ],
 )
 def test_conditions(run: Path, where: Sequence[str], expected: list[str]) -> None:
-    chosen = [name for name in ids(run, *where) if not (where == ["tokens > 3"] and name.endswith("0.9"))]
-    assert sorted(chosen, key=expected.index if set(chosen) == set(expected) else str) == expected
+    assert sorted(ids(run, *where)) == sorted(expected)
 
 
 def test_staleness_is_against_the_weights_that_the_step_started_with(run: Path) -> None:
@@ -120,7 +121,7 @@ def test_staleness_is_against_the_weights_that_the_step_started_with(run: Path) 
 def test_order(run: Path) -> None:
     where = ["state = trained", "step < 3"]
     assert ids(run, *where, sort="-reward,sample") == ["1.0", "1.2", "2.1", "1.1", "2.0", "2.2"]
-    assert ids(run, *where, sort="reward,-tokens")[:3] == ["2.2", "1.1", "2.0"]
+    assert ids(run, *where, sort="reward,-tokens")[:3] == ["1.1", "2.0", "2.2"]
     assert ids(run, "step = 1", sort="advantage")[3:] == ["10.0", "10.1", "10.2"]  # null comes last
     assert ids(run, "step = 1", sort="-advantage")[3:] == ["10.0", "10.1", "10.2"]
     assert ids(run, sort="step")[:3] == ["1.0", "1.1", "1.2"]
@@ -153,7 +154,7 @@ def test_steps_prompts_evaluations_and_limits(run: Path) -> None:
         ("reward < 1 and tokens > 2", "'1 and tokens > 2' is none"),
         ("__import__('os') = 1", "there is no field"),
         ("reward. = 1", "there is no field"),
-        (HOSTILE, "not a condition"),
+        (HOSTILE, "there is no field"),
     ],
 )
 def test_a_bad_condition_is_named(run: Path, where: str, said: str) -> None:
@@ -220,12 +221,12 @@ def test_untrusted_text_is_shown_and_never_obeyed(run: Path) -> None:
     bad_group = Group(0, bad.prompt, (Sample("0.0", Kind.TRAIN, (bad,)),))
     write_samples(file(run, 4), [Ending(bad_group, State.FILTERED, HOSTILE)])
     everything = table(run, step=4, columns=",".join(FIELDS), width=600)
-    assert everything.count("[/red][link=x] �]0;owned��") == 5
+    assert everything.count("[/red][link=x] �]0;owned��") == 4
     whole = everything + token_table(run, "0.0", width=600)
     assert not set(whole) & set("\x1b\x07\u202e")
     assert "[/red]" in token_table(run, "0.0")
     (row,) = rows(run, step=4)
-    assert row["response"] == HOSTILE
+    assert row["question"] == HOSTILE
     assert row[f"reward.{HOSTILE}"] == 1.0
 
 
@@ -258,8 +259,7 @@ def token_table(path: Path, sample: str, width: int = 120, color: bool = False, 
     return out.getvalue()
 
 
-def test_each_token_with_all_that_is_recorded_of_it(run: Path, tiny_model: Path) -> None:
-    shutil.copytree(tiny_model, run / "model")
+def test_each_token_with_all_that_is_recorded_of_it(run: Path) -> None:
     lines = token_table(run, "3.2").splitlines()
     assert lines[0] == "3.2 · step 3 · prompt data:3"
     assert lines[1] == "trained · reward 1, right 0.5 · 2 sampled tokens, terminated"
@@ -294,15 +294,18 @@ def test_a_sample_that_was_not_trained_or_has_no_tokens(run: Path) -> None:
     text = token_table(run, "10.0")
     assert "filtered (rewards are equal)" in text
     assert "trainer" not in text
-    assert "●" not in text.split("the objective")[0]
-    assert "Texts of tokens are not shown: " in text
+    assert "●" not in text.split("\n●")[0]
+    shutil.rmtree(run / "model")
+    alone = token_table(run, "10.0")
+    assert "Texts of tokens are not shown: " in alone
+    assert "sampled" in alone
     nothing = Group(8, prompt(8), (Sample("8.0", Kind.TRAIN, (), failure="the engine fell over"),))
     append_samples(file(run, 3), [Ending(nothing, State.FILTERED)])
     assert "failed (the engine fell over) · reward – · 0 sampled tokens, none" in token_table(run, "8.0")
     assert "evaluated" in token_table(run, "evaluation/3/greedy/7.0")
-    for asked in ({}, {"step": 2}):
+    for step in (None, 2):
         with pytest.raises(RunError, match=r"no sample '99\.9' in "):
-            token_table(run, "99.9", **asked)
+            token_table(run, "99.9", step=step)
     with pytest.raises(RunError, match="no samples of step 70"):
         token_table(run, "3.0", step=70)
 
@@ -326,8 +329,7 @@ def test_tokens_as_json(run: Path) -> None:
     assert "reference" not in last
 
 
-def test_halves_of_characters_and_invisible_ones_can_be_read(run: Path, tiny_model: Path) -> None:
-    shutil.copytree(tiny_model, run / "model")
+def test_halves_of_characters_and_invisible_ones_can_be_read(run: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(run / "model" / "tokenizer.json"))
@@ -364,7 +366,7 @@ def test_the_bytes_of_byte_level_tokens_are_those_of_the_tokenizer() -> None:
 def test_commands(run: Path) -> None:
     code, out, err = finish("inspect", run, "--where", "reward < 0.5", "--sort", "-tokens", "--limit", "2")
     assert (code, err) == (0, "")
-    assert "2 of 9 trajectories that fit" in out
+    assert "2 of 10 trajectories that fit" in out
     code, out, err = finish("inspect", run, "--sample", "3.2", "--json")
     assert json.loads(out)["sample"] == "3.2"
     code, out, err = finish("inspect", run, "--where", "rewrd < 1")
@@ -378,9 +380,10 @@ def test_output_that_cannot_be_written_ends_with_a_message_and_not_a_traceback(r
     with open("/dev/full", "w") as full:
         done = subprocess.run(arguments, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written: No space left on device\n")
-    reader = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)  # reads nothing and is gone
-    reader.wait()
-    done = subprocess.run(arguments, cwd=ROOT, stdout=reader.stdin, stderr=subprocess.PIPE, text=True, check=False)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 

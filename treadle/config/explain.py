@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from textwrap import fill
+from typing import TypeVar
 
 from treadle.config.base import Config
 from treadle.config.keys import Inside, Key, find, tree
@@ -15,6 +15,7 @@ from treadle.config.messages import allowed
 from treadle.config.uses import uses
 from treadle.config.yaml_text import to_line
 
+K = TypeVar("K", bound=Hashable)
 DEFAULT = 14  # columns that a default has in a table at most
 FOOTER = "`treadle explain KEY` tells the whole of a key: range, readers, and where … stands, what differs by name."
 MEANING = 24  # columns that a meaning has at least, however narrow the terminal
@@ -29,7 +30,8 @@ def explain(root: type[Config], path: str, width: int | None = None) -> str:
     """One key. Raises ConfigError, which names the nearest one, where there is no such key."""
     found = find(root, path)
     blocks = [[found[0].path]]
-    blocks += [_facts(same, width) for same in _grouped(found, lambda key: (key.field.description, _allowed(key)))]
+    alike = _grouped(found, lambda key: (key.field.description, _allowed(key)))
+    blocks += [_facts(same, width) for same in alike.values()]
     if sections := [key for key in found if key.section]:
         blocks += _inside(root, sections[0], width)
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -50,7 +52,7 @@ def _facts(same: Sequence[Key], width: int | None) -> list[str]:
 
 def _inside(root: type[Config], section: Key, width: int | None) -> list[list[str]]:
     """What a section holds: what it is or who may be chosen, and its keys."""
-    models = list(section.inside())
+    models = section.inside()
     blocks = []
     if models[0].plugin is not None:
         names = max(len(inside.choice or "") for inside in models)
@@ -72,8 +74,9 @@ def _summary(inside: Inside) -> str:
 def _table(found: Sequence[Key], path: str, width: int | None) -> list[str]:
     """Keys below `path`, indented by their depth; those that several models have, in one line."""
     first = _twins(found)
-    shown = [key for key in found if not any(re.match(rf"{re.escape(twin)}[.[]", key.path) for twin in first)]
-    rows = [_row(same, path, first.get(same[0].path)) for same in _grouped(shown, lambda key: key.path)]
+    below = tuple(twin + mark for twin in first for mark in ".[")
+    shown = [key for key in found if not key.path.startswith(below)]
+    rows = [_row(same, path, first.get(at)) for at, same in _grouped(shown, lambda key: key.path).items()]
     labels, defaults = (max(len(row[i]) for row in rows) for i in (0, 1))
     room = None if width is None else max(width, labels + defaults + MEANING)
     return [_cut(f"{label:<{labels}}  {default:<{defaults}}  {text}".rstrip(), room) for label, default, text in rows]
@@ -114,13 +117,9 @@ def _defaults(same: Sequence[Key]) -> tuple[str, str]:
         return first.plugin.default or "required", ""
     if first.section and not first.required:
         return ("null" if first.default is None else ""), ""
-    groups = _grouped(same, _default)
-    others = "; ".join(f"{_names(group)}: {_default(group[0])}" for group in groups[1:])
-    return _default(first), f"({others})" if others else ""
-
-
-def _default(key: Key) -> str:
-    return "required" if key.required else to_line(key.default)
+    first_text, *others = by_text = _grouped(same, lambda key: "required" if key.required else to_line(key.default))
+    told = "; ".join(f"{_names(by_text[text])}: {text}" for text in others)
+    return first_text, f"({told})" if told else ""
 
 
 def _allowed(key: Key) -> str:
@@ -147,8 +146,8 @@ def _cut(line: str, width: int | None) -> str:
     return line if width is None or len(line) <= width else line[: width - 1] + "…"
 
 
-def _grouped(found: Iterable[Key], by: Callable[[Key], Hashable]) -> list[list[Key]]:
-    groups: dict[Hashable, list[Key]] = {}
+def _grouped(found: Iterable[Key], by: Callable[[Key], K]) -> dict[K, list[Key]]:
+    groups: dict[K, list[Key]] = {}
     for key in found:
         groups.setdefault(by(key), []).append(key)
-    return list(groups.values())
+    return groups

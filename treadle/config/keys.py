@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
@@ -56,8 +57,8 @@ class Key:
     def section(self) -> bool:
         return any(inside.place == "" for inside in self.inside())
 
-    def inside(self) -> Iterator[Inside]:
-        return _models(self.field.annotation, self.field.metadata)
+    def inside(self) -> tuple[Inside, ...]:
+        return _inside(self.owner, self.name)
 
     def below(self) -> Iterator[Key]:
         for inside in self.inside():
@@ -115,6 +116,12 @@ def _alike(parts: Sequence[str], known: Sequence[str]) -> list[str]:
     names = difflib.get_close_matches(parts[-1], ends, 1) or difflib.get_close_matches(parts[-1], ends, 1, 0.5)
     section = ".".join(parts[:-1])
     return sorted((k for k in known if k.rpartition(".")[2] in names), key=lambda k: not k.startswith(section))
+
+
+@cache
+def _inside(model: type[Config], name: str) -> tuple[Inside, ...]:
+    field = model.model_fields[name]
+    return tuple(_models(field.annotation, field.metadata))
 
 
 def _models(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Inside]:

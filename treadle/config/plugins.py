@@ -72,7 +72,7 @@ class Plugin:
 @cache  # asked of every key, and each answer reads the folder
 def _models(plugin: Plugin) -> Mapping[str, type[Config]]:
     names = sorted(available(plugin.folder, _OFFERS_CONFIG), key=lambda name: name != plugin.default)
-    return {name: config_class(name, plugin.folder) for name in names}
+    return {name: _config_of(_imported(f"{plugin.folder}.{name}"), name) for name in names}
 
 
 def name_schema(folder: str, offers: str = _OFFERS_CONFIG) -> dict[str, Any]:
@@ -87,7 +87,10 @@ def plugin(folder: str, default: str | None = None) -> Plugin:
 
 def config_class(name: str, folder: str) -> type[Config]:
     """The model that reads the section of the plug-in `name`."""
-    thing = resolve(name, folder, _OFFERS_CONFIG)
+    return _config_of(resolve(name, folder, _OFFERS_CONFIG), name)
+
+
+def _config_of(thing: Any, name: str) -> type[Config]:
     if isinstance(thing, ModuleType) and "Config" not in vars(thing):
         thing = _only_class(thing)
     model = getattr(thing, "Config", None)  # may be inherited
