@@ -215,7 +215,7 @@ def test_wandb_that_is_not_logged_in_is_refused_before_anything_is_loaded(
 ) -> None:
     import wandb
 
-    monkeypatch.setattr(wandb, "login", lambda prompt: False)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
     config = settings(tmp_path, tiny_model, run={"dir": str(tmp_path / "run"), "trackers": ["wandb"]})
     with pytest.raises(ConfigError, match=r"not logged in.*`wandb login`.*mode: offline"):
         treadle.train(config)
@@ -357,7 +357,7 @@ def test_a_service_that_is_down_neither_ends_the_run_nor_goes_unsaid_and_is_told
     Remembering.down = False
     with RunDirectory.existing(tmp_path / "run") as directory:  # what the same command does
         config = load(RunConfig, None, base={"dir": str(tmp_path / "run"), "trackers": [MINE]})
-        Tracking(directory, make_trackers(config.told)).tell_all()
+        Tracking(directory, make_trackers(config.told), print).tell_all()
     assert steps_told() == [1, 2, 3, 4, 5, 6, 7]
     assert Remembering.ended == ["finished"]
 
@@ -370,7 +370,9 @@ def test_a_service_that_hangs_holds_up_nothing_but_a_while_at_the_end(
     output = StringIO()
     record(tmp_path / "run", [MINE], range(1, 8), output=output)
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
-    assert "told up to step 0 only" in output.getvalue()
+    shown = " ".join(output.getvalue().split())
+    assert f"tracker {MINE}: waiting for it, 0 s at most" in shown
+    assert f"tracker {MINE}: does not answer; told up to step 0 only; the same command tells it the rest" in shown
     Remembering.stuck.set()
     for thread in threading.enumerate():
         if thread.name == f"treadle-{MINE}":

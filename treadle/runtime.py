@@ -161,7 +161,7 @@ def _finished(path: Path, config: RLConfig, trackers: Sequence[Tracker]) -> dict
         summary = directory.read_summary() or {}
         if not summary["data_ended"] and summary["steps"] < config.steps:
             return None
-        Tracking(directory, trackers).tell_all()
+        Tracking(directory, trackers, logger.warning).tell_all()
         return summary
 
 

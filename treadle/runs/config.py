@@ -27,7 +27,9 @@ class RunConfig(Config):
     dir: str = key("directory that records the run; the same command with the same directory continues it")
     checkpoint_every: int = key("steps between checkpoints; 0: only one, at the end", default=10, ge=0, le=1 << 30)
     keep_checkpoints: int = key("newest checkpoints that are kept", default=1, ge=1, le=1 << 20)
-    trackers: tuple[Tracker, ...] = key("who else is told the metrics: names, or sections with a name", default=())
+    trackers: tuple[Tracker, ...] = key(
+        "who is told the metrics beside the run directory: names (tensorboard), or sections with a name", default=()
+    )
 
     @field_validator("trackers", mode="before")
     @classmethod

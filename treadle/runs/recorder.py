@@ -73,7 +73,7 @@ class Recorder:
         self._dropped: list[Ending] = []  # since samples were last written
         self._step = 0  # the last one that is done
         self._defined = metrics if metrics is not None else Registry()
-        self._tracking = Tracking(directory, trackers)
+        self._tracking = Tracking(directory, trackers, self.progress.note)
         self._outcome: Outcome = "failed"
         with ExitStack() as stack:
             stack.enter_context(logging_to(directory.log))
@@ -82,7 +82,7 @@ class Recorder:
             self._metrics = stack.enter_context(closing(JsonLines(directory.metrics)))
             self._evaluations = stack.enter_context(closing(JsonLines(directory.evaluations)))
             self._checkpoints = Checkpoints(directory.checkpoints, config.keep_checkpoints)
-            stack.callback(self._end_tracking)
+            stack.callback(lambda: self._tracking.close(self._outcome))
             self._open = stack.pop_all()
 
     def restore(self) -> tuple[Path, dict[str, Any]] | None:
@@ -143,7 +143,7 @@ class Recorder:
         self._step = step
         self.progress.step(step, row)
         self._show_last(groups)
-        self._tell()
+        self._tracking.tell()
 
     def evaluated(self, step: int, groups: Mapping[str, Sequence[Group]], statistics: Statistics) -> None:
         """An evaluation after `step` (0: before training) is done: its groups by way of sampling, e.g. "greedy"."""
@@ -159,7 +159,7 @@ class Recorder:
         self._evaluations.append(step, row)
         self.progress.evaluation(step, row)
         log.info("evaluation after step %d: %s", step, row)
-        self._tell()
+        self._tracking.tell()
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether a checkpoint follows this step (one follows the last step in any case)."""
@@ -234,18 +234,6 @@ class Recorder:
         for sample, state, why in ending.samples():
             reward = None if sample.reward is None else sample.reward.value
             self._ledger.finish(sample.id, state, step, why=why, reward=reward, trajectories=sample.trajectories)
-
-    def _tell(self) -> None:
-        self._tracking.tell()
-        self._show_news()
-
-    def _end_tracking(self) -> None:
-        self._tracking.close(self._outcome)
-        self._show_news()
-
-    def _show_news(self) -> None:
-        for line in self._tracking.news():
-            self.progress.note(line)
 
     def _write_dropped(self, step: int) -> None:
         """Samples of groups that were dropped since a step was last recorded join the file of `step`."""

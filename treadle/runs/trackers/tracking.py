@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE: dict[Outcome, float] = {"finished": 60.0, "failed": 10.0, "interrupted": 5.0}
 """Seconds that the end of a run waits for trackers that are behind."""
+_UNSAID = 2.0  # of them pass before a word is said of it
 _PAUSE = 0.5  # seconds between attempts at the end
 
 
@@ -47,15 +48,17 @@ class Tracking:
 
     ::
 
-        tracking = Tracking(directory, make_trackers(config.run.told))
+        tracking = Tracking(directory, make_trackers(config.run.told), print)
         tracking.start(anew=True)      # once the record is where the run goes on from
         tracking.tell()                # a row was added
         tracking.close("finished")     # waits, but not for ever
     """
 
-    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, directory: RunDirectory, trackers: Sequence[Tracker], say: Callable[[str], None]) -> None:
+        """`say` shows a line to people; it is called by the methods below and never by another thread."""
         self._directory = directory
         self._trackers = trackers
+        self._say = say
         self._followers: list[_Follower] = []
 
     def start(self, anew: bool) -> None:
@@ -84,12 +87,7 @@ class Tracking:
         """There is something new in the record."""
         for follower in self._followers:
             follower.wake.set()
-
-    def news(self) -> Iterator[str]:
-        """What a person should know and has not been told, one line each."""
-        for follower in self._followers:
-            while follower.lines:
-                yield f"tracker {follower.label}: {follower.lines.pop(0)}"
+        self._say_news()
 
     def close(self, outcome: Outcome) -> None:
         """The last row is there. Waits a while for who is behind, and says what was not told."""
@@ -98,9 +96,18 @@ class Tracking:
             follower.outcome = outcome
             follower.wake.set()
         for follower in self._followers:
+            follower.join(min(_UNSAID, PATIENCE[outcome]))
+            if follower.is_alive():
+                self._say(f"tracker {follower.label}: waiting for it, {PATIENCE[outcome]:.0f} s at most")
             follower.join(max(0.0, end - time.monotonic()))
             follower.given_up = True
             follower.conclude()
+        self._say_news()
+
+    def _say_news(self) -> None:
+        for follower in self._followers:
+            while follower.lines:
+                self._say(f"tracker {follower.label}: {follower.lines.pop(0)}")
 
 
 class _Follower(threading.Thread):
@@ -135,7 +142,8 @@ class _Follower(threading.Thread):
                     self._tracker.close(outcome)
                     self._closed = True
             except Exception as error:  # whatever a library or a class of the user's raises: counted, told, tried again
-                self._failed(error)
+                if not self.given_up:
+                    self._failed(error)
 
     def conclude(self) -> None:
         """Say in the log, and to people, what this tracker missed."""
@@ -144,7 +152,8 @@ class _Follower(threading.Thread):
             log.warning("tracker %s: failed attempts: %s", self.label, kinds)
         if not self._closed:
             last = self._told["metrics"]
-            self.lines.append(f"told up to step {max(last, 0)} only; the same command tells it the rest")
+            silent = "" if self._failures else "does not answer; "
+            self.lines.append(f"{silent}told up to step {max(last, 0)} only; the same command tells it the rest")
             log.warning("tracker %s: %s", self.label, self.lines[-1])
 
     # ------------------------------------------------------------------ on the thread

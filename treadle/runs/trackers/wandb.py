@@ -15,6 +15,9 @@ from treadle.errors import ConfigError
 from treadle.runs.trackers.base import Outcome, Run, Tracker, TrackerConfig
 
 
+_TIMEOUT = 20.0  # seconds
+
+
 class WandbConfig(TrackerConfig):
     name: str = key("module of treadle.runs.trackers, or my.module:Class", default="wandb")
     project: str = key("W&B project", default="treadle", min_length=1)
@@ -31,8 +34,12 @@ class Wandb(Tracker):
         super().check()
         import wandb
 
-        # Otherwise it would ask at the terminal, in the middle of training.
-        if self.config.mode == "online" and not wandb.login(prompt=False):
+        try:
+            # Otherwise it would ask at the terminal, in the middle of training. No request is made: it may be down.
+            ready = self.config.mode == "offline" or wandb.login(prompt=False, verify=False)
+        except wandb.Error as error:
+            raise ConfigError(f"run.trackers names wandb, which refuses its credentials: {error}") from error
+        if not ready:
             raise ConfigError(
                 "run.trackers names wandb, which is not logged in here; run `wandb login`, or choose mode: offline"
             )
@@ -51,8 +58,8 @@ class Wandb(Tracker):
             resume="allow",
             config=dict(run.config),
             allow_val_change=True,  # `steps` and `run.*` may change when a run is continued
-            # The terminal is the live view's.
-            settings=wandb.Settings(console="off", silent=True),
+            # The terminal is the live view's. A service that is down is tried again, and must not hold up the end.
+            settings=wandb.Settings(console="off", silent=True, init_timeout=_TIMEOUT, finish_timeout=_TIMEOUT),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
