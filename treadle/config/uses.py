@@ -1,8 +1,10 @@
 """Where the code reads a configuration key: found in the source when asked, so that it is never out of date.
 
-A read is an attribute: `self.config.clip_low`. It is one of this key if what stands before it is annotated, anywhere in
-the file, with a model that has the key (`config: GRPOConfig`), is `self` inside such a model, or is called like the
-key's section (`config.sampling.temperature`).
+A read is an attribute: `self.config.clip_low`. It is one of this key if what stands before it is
+
+- annotated, anywhere in the file, with a model that has the key (`config: GRPOConfig`), or `self` inside such a model;
+- called like the key's section (`config.sampling.temperature`), or like a property or function that returns the model;
+- a loop's variable over one of these (`for part in config.sources.values()`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from treadle.config.base import Config
@@ -21,57 +25,90 @@ def uses(path: str, models: Collection[type[Config]]) -> list[str]:
     """File and line of every read of the key at `path` of these models: `treadle/algorithms/grpo.py:74`."""
     *_, section, name = ["", *re.sub(r"\[\]|\.\*", "", path).split(".")]
     owners = {(m.__module__, m.__qualname__) for model in models for m in model.__mro__ if _has(m, name)}
-    called = re.compile(rf"\b{section}\.{name}\b" if section else r"(?!)")
+    files = [_File(file, file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))]
+    near = [file for file in files if any(module == file.module or module in file.text for module, _ in owners)]
+    holders = {section, *(accessor for file in near for accessor in _accessors(file, owners))} - {""}
+    called = re.compile(rf"\b({'|'.join(holders)})\.{name}\b" if holders else r"(?!)")
     found: list[str] = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        text, module = file.read_text(encoding="utf-8"), _module(file)
-        # Parsing takes time, and few files can have a read: those with a model, those that spell out section and key.
-        if f".{name}" in text and (any(m == module or m in text for m, _ in owners) or called.search(text)):
-            lines = sorted(set(_lines(ast.parse(text), module, name, section, owners)))
-            found += [f"{file.relative_to(PACKAGE.parent)}:{line}" for line in lines]
+    for file in files:
+        # Parsing takes time, and few files can have a read: those with a model, those that spell out holder and key.
+        if f".{name}" in file.text and (file in near or called.search(file.text)):
+            found += [f"{file.path.relative_to(PACKAGE.parent)}:{line}" for line in _lines(file, name, holders, owners)]
     return found
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    text: str
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text)))
+
+    @property
+    def module(self) -> str:
+        return ".".join(self.path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+Owners = Collection[tuple[str, str]]
+"""Models, as (module, class)."""
 
 
 def _has(model: type, name: str) -> bool:
     return issubclass(model, Config) and name in model.model_fields
 
 
-def _module(file: Path) -> str:
-    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+def _accessors(file: _File, owners: Owners) -> Iterator[str]:
+    """Properties and functions of a file that return one of the models."""
+    known = _classes(file, owners)
+    for node in file.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and known & _words(node.returns):
+            yield node.name.lstrip("_")
 
 
-def _lines(
-    tree: ast.Module, module: str, name: str, section: str, owners: Collection[tuple[str, str]]
-) -> Iterator[int]:
-    """Lines of a file that read the key; the models that have it are given as (module, class)."""
-    known = _classes(tree, module, owners)
-    holders = {section} | {what for what, annotation in _annotated(tree) if known & _words(annotation)}
-    inside = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name in known]
+def _lines(file: _File, name: str, holders: Collection[str], owners: Owners) -> list[int]:
+    """Lines of a file that read the key; `holders` are called like what holds it wherever they stand."""
+    known = _classes(file, owners)
+    names = {*holders, *(what for what, annotation in _annotated(file) if known & _words(annotation))}
+    names |= {variable for variable, over in _loops(file) if names & over}
+    inside = [n for n in file.nodes if isinstance(n, ast.ClassDef) and n.name in known]
     own = {id(read) for model in inside for read in ast.walk(model)}
-    for read in ast.walk(tree):
+    lines: set[int] = set()
+    for read in file.nodes:
         if isinstance(read, ast.Attribute) and read.attr == name and isinstance(read.ctx, ast.Load):
             holder = _last(read.value)
-            if holder and (holder in holders or (holder == "self" and id(read) in own)):
-                yield read.lineno
+            if holder in names or (holder == "self" and id(read) in own):
+                lines.add(read.lineno)
+    return sorted(lines)
 
 
-def _classes(tree: ast.Module, module: str, owners: Collection[tuple[str, str]]) -> set[str]:
+def _classes(file: _File, owners: Owners) -> set[str]:
     """What the models are called in this file."""
-    imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    imported = [n for n in file.nodes if isinstance(n, ast.ImportFrom)]
     names = {a.asname or a.name for n in imported for a in n.names if (n.module, a.name) in owners}
-    return names | {name for home, name in owners if home == module}
+    return names | {name for home, name in owners if home == file.module}
 
 
-def _annotated(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+def _annotated(file: _File) -> Iterator[tuple[str, ast.expr]]:
+    for node in file.nodes:
         if isinstance(node, ast.arg) and node.annotation is not None:
-            yield node.arg, node.annotation
-        elif isinstance(node, ast.AnnAssign):
-            yield _last(node.target), node.annotation
+            yield node.arg.lstrip("_"), node.annotation
+        elif isinstance(node, ast.AnnAssign) and (name := _last(node.target)):
+            yield name, node.annotation
 
 
-def _words(annotation: ast.expr) -> set[str]:
-    return {_last(node) for node in ast.walk(annotation)}
+def _loops(file: _File) -> Iterator[tuple[str, set[str]]]:
+    """Variables of loops, and the names in what they run over."""
+    for node in file.nodes:
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            over = _words(node.iter)
+            yield from ((variable, over) for variable in _words(node.target))
+
+
+def _words(node: ast.AST | None) -> set[str]:
+    """All names in an expression, each without its leading underscores."""
+    return set() if node is None else {name for part in ast.walk(node) if (name := _last(part))}
 
 
 def _last(node: ast.AST) -> str:

@@ -128,7 +128,7 @@ def _change(one: Any, other: Any) -> tuple[str, str]:
     difference = float(other - one)
     percent = 100 * difference / abs(one) if one else 0.0
     relative = f"{percent:+.0f}%" if abs(percent) >= 100 else f"{percent:+.1f}%"
-    return ("+" if difference > 0 else "") + number(difference), relative if abs(percent) >= 0.05 else ""
+    return ("+" if difference > 0 else "") + number(difference), relative if 0.05 <= abs(percent) < 1e4 else ""
 
 
 def _beside(console: Console, heading: str, pairs: Mapping[str, Pair]) -> None:
