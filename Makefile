@@ -50,9 +50,10 @@ curves: $(INSTALLED) models/smollm2  ## learning curves of the quickstart over 3
 native: $(INSTALLED)  ## compile the kernels that decode faster on this processor (half a minute; needs g++ or clang++)
 	@$(BIN)/python -m treadle.rollout.embedded.native.library
 
-bench: $(INSTALLED) models/smollm2 native  ## decoding against Hugging Face and the bare matrix products (20 minutes)
+bench: $(INSTALLED) models/smollm2 native  ## decoding and training against Hugging Face and the bare matrix products (20 minutes)
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.decoding --rows 16 --rounds 1 --ragged
+	$(BIN)/python -m benchmarks.training
 
 bench-trl: $(INSTALLED) .cache/trl/.installed models/smollm2  ## a whole GRPO step against TRL's (half an hour)
 	$(BIN)/python -m benchmarks.vs_trl

@@ -7,8 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
+settings.register_profile(
+    "unhurried", deadline=None
+)  # how long an example takes says more about the machine than about us
+settings.load_profile("unhurried")
 
 
 def _load(path: Path) -> ModuleType:

@@ -51,7 +51,9 @@ def test_gradients_are_those_of_finite_differences(rule: LogitRule, biased: bool
         found = quantities(hidden_ME, weight_VE, bias_V, label_M, GIVEN_MK, temperature_M, EVERYTHING, rule, 3)
         return found.logprob_T, found.entropy_T, found.sum_p2_T, found.given_T
 
-    assert torch.autograd.gradcheck(run, (hidden_ME, weight_VE, bias_V) if biased else (hidden_ME, weight_VE))
+    # A second backward pass makes all logits again, so it may differ in the last bits from the first.
+    arguments = (hidden_ME, weight_VE, bias_V) if biased else (hidden_ME, weight_VE)
+    assert torch.autograd.gradcheck(run, arguments, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", ["logprob", "entropy", "sum_p2"])

@@ -44,6 +44,7 @@ def run(network: Network, parts: list[Batch], objective: Objective, budget: int)
     """Merged statistics and the whole gradient of these parts of one mini-batch, as data-parallel ranks would do it."""
     network.model.zero_grad()
     found = merge(*(accumulate(network, part, objective, budget) for part in parts))
+    del found["useful_tokens"]  # says how the batch was cut
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters().values()]
     return {name: value.value for name, value in found.items()}, torch.cat([g.flatten() for g in gradients])
 

@@ -125,6 +125,13 @@ OURS: tuple[Metric, ...] = (
     # what a training engine says of each role; role: policy, critic
     Metric("{role}/loss", "1", "the loss, normalised over the mini-batch", "update"),
     Metric("{role}/tokens", "tokens", "trained tokens of a mini-batch", "update"),
+    Metric(
+        "{role}/useful_tokens",
+        "share",
+        "tokens of the rows that were run, what all of a group begin with counted once, by tokens that went through the "
+        "model",
+        "token",
+    ),
     Metric("{role}/grad_norm", "1", "global norm of the gradient before clipping, skipped steps left out", "update"),
     Metric("{role}/learning_rate", "1", "learning rate", "update"),
     Metric("{role}/updated", "share", "optimizer steps that changed the weights", "update"),

@@ -6,35 +6,54 @@ exactly 1 only when both passes use the same micro-batches; that is why the plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from treadle.batch import Batch
 
 
 def plan(batch: Batch, budget: int, everything: bool = False) -> list[list[int]]:
     """Rows of each micro-batch, of `budget` tokens at most unless one bundle alone is longer.
 
+    A group's rows stay together while they fit, and what they all begin with counts once, as an engine computes it.
     Micro-batches lie inside mini-batches, and planning one mini-batch alone gives the same ones. Bundles are never
     parted. Bundles without signal are left out, or come in micro-batches of their own if `everything` is asked for;
     those without a trained token are always left out.
     """
-    lengths, trained = batch.length_N.tolist(), batch.trained_N.tolist()
-    signal = batch.signal_N.tolist()
-    bundles: dict[tuple[int, int], list[int]] = {}
-    for row, at in enumerate(zip(batch.minibatch_N.tolist(), batch.bundle_N.tolist(), strict=True)):
-        bundles.setdefault(at, []).append(row)
+    trained, signal = (batch.trained_N > 0).tolist(), batch.signal_N.tolist()
+    minibatch = batch.minibatch_N.tolist()
+    bundles = families(zip(minibatch, batch.bundle_N.tolist(), strict=True))
     microbatches: list[list[int]] = []
-    for minibatch in sorted({minibatch for minibatch, _ in bundles}):
-        mine = [rows for (at, _), rows in bundles.items() if at == minibatch and any(trained[r] for r in rows)]
+    for number in sorted(set(minibatch)):
+        mine = [rows for rows in bundles if minibatch[rows[0]] == number and any(trained[r] for r in rows)]
         lit = [rows for rows in mine if any(signal[r] for r in rows)]
         dark = [rows for rows in mine if not any(signal[r] for r in rows)]
         for part in (lit, dark) if everything else (lit,):
-            bins = balance([sum(lengths[r] for r in rows) for rows in part], budget)
-            microbatches += [sorted(chain.from_iterable(part[i] for i in items)) for items in bins]
+            pieces, sizes = _pieces(batch, part, budget)
+            bins = balance(sizes, budget)
+            microbatches += [sorted(chain.from_iterable(pieces[i] for i in items)) for items in bins]
     return microbatches
+
+
+def families(keys: Iterable[object]) -> list[list[int]]:
+    """Indices that have the same key, together, in order of their first."""
+    found: dict[object, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def shared_prefix(rows: Sequence[Tensor]) -> int:
+    """How many tokens all of these begin with."""
+    import torch
+
+    shortest = min(len(row) for row in rows)
+    same = (torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]).all(0)
+    return shortest if bool(same.all()) else int(same.int().argmin())
 
 
 def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -47,6 +66,23 @@ def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     while (bins := _spread(sizes, small, count, capacity)) is None:
         count += 1
     return alone + bins
+
+
+def _pieces(batch: Batch, bundles: Sequence[list[int]], budget: int) -> tuple[list[list[int]], list[int]]:
+    """Rows that are to stay together, and their size in tokens: whole groups, or parts of those that are too large."""
+    tokens = batch.token_T.split(batch.length_N.tolist())
+    group = batch.group_N.tolist()
+    pieces: list[list[int]] = []
+    sizes: list[int] = []
+    for members in families(group[rows[0]] for rows in bundles):
+        mine = [bundles[i] for i in members]
+        rows = list(chain.from_iterable(mine))
+        shared = shared_prefix([tokens[r] for r in rows]) if len(rows) > 1 else 0
+        own = [sum(len(tokens[r]) - shared for r in rows) for rows in mine]
+        for items in balance(own, max(budget - shared, 1)):
+            pieces.append(list(chain.from_iterable(mine[i] for i in items)))
+            sizes.append(shared + sum(own[i] for i in items))
+    return pieces, sizes
 
 
 def _spread(sizes: Sequence[int], order: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:

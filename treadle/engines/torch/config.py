@@ -30,4 +30,4 @@ class Config(treadle.config.Config):
     )
     microbatch_tokens: int = key("tokens of one forward and backward pass", default=2048, ge=1, le=2**31)
     activation_checkpointing: bool = key("recompute layers in the backward pass to save memory", default=False)
-    head_chunk: int = key("rows of logits that exist at a time", default=512, ge=1, le=2**31)
+    head_chunk: int = key("rows of logits that exist at a time", default=1024, ge=1, le=2**31)

@@ -49,12 +49,14 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
         chosen = batch.expanded(compact).replace(counts=None)
         chosen = chosen.replace(counts=chosen.count())
 
-    total, parts = 0.0, []
+    total, parts, ran, processed = 0.0, [], [], 0
     for rows in plan(batch, budget):
         seen, trained = batch.select(rows), chosen.select(rows)
         if not trained.mask_T.any():
             continue
-        outputs = network.outputs(seen, objective.needs)
+        layout = network.layout(seen)
+        outputs = network.outputs(seen, objective.needs, layout)
+        ran, processed = ran + rows, processed + len(layout)
         if chosen is not batch:
             keep_M = trained.mask_T[seen.mask_T]
             outputs = Outputs(**{name: x[keep_M] for name, x in present(outputs).items()})
@@ -65,7 +67,12 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
         total += value.item()
         parts.append(statistics(compact, loss))
     share = own.tokens / counts.tokens if counts.tokens else 1.0
-    return merge(*parts) | {"loss": Mean(total, share), "tokens": Mean(chosen.count().tokens * share, share)}
+    useful = len(network.layout(batch.select(ran))) if ran else 0
+    return merge(*parts) | {
+        "loss": Mean(total, share),
+        "tokens": Mean(chosen.count().tokens * share, share),
+        "useful_tokens": Mean(useful, processed),
+    }
 
 
 def checked(loss: Any, compact: Batch, function: str) -> Loss:
