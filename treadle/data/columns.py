@@ -48,7 +48,7 @@ class Layout:
 
     def prompt_of(self, value: Any) -> str | tuple[Message, ...]:
         """The prompt that a cell holds. Raises ValueError that says what is wrong with it."""
-        name = ".".join(self.prompt)
+        name = self.prompt[0] if len(self.prompt) == 1 else ".".join(self.prompt)
         if self.json:
             if not isinstance(value, str):
                 raise ValueError(f'"{name}" is a {type(value).__name__}, not messages as JSON text like the first row')
@@ -60,12 +60,13 @@ class Layout:
                 raise ValueError(f'"{name}" is a JSON string, not a list of messages like the first row')
         return as_prompt(value, name)
 
-    def row(self, name: str, cells: Mapping[str, Any]) -> Row:
-        """A row by name. Raises ValueError that says what is wrong with it."""
-        prompt = self.prompt_of(_at(cells, self.prompt))
-        answer = None if self.answer is None else _at(cells, self.answer)
-        used = [path[0] for path in (self.prompt, self.answer) if path is not None and len(path) == 1]
-        return Row(name, prompt, answer, {column: cell for column, cell in cells.items() if column not in used})
+    def row(self, name: str, cells: dict[str, Any]) -> Row:
+        """A row by name; cells that it does not use become its metadata. Raises ValueError that says what is wrong."""
+        prompt, answer = _at(cells, self.prompt), None if self.answer is None else _at(cells, self.answer)
+        for path in (self.prompt, self.answer):
+            if path is not None and len(path) == 1:
+                cells.pop(path[0], None)
+        return Row(name, self.prompt_of(prompt), answer, cells)
 
 
 def layout(config: TableConfig, columns: Columns, first: Mapping[str, Any], where: str) -> Layout:
@@ -159,8 +160,8 @@ def _chosen(key_name: str, given: str | None, usual: Iterable[str], columns: Col
 
 
 def _at(cells: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = cells
-    for name in path:
+    value = cells.get(path[0])
+    for name in path[1:]:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 

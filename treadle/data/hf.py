@@ -42,7 +42,8 @@ class HuggingFace(ArrowSource):
     def __init__(self, config: HuggingFaceConfig, renderer: Renderer, order: Order) -> None:
         """Raises DataError, with the row, for the first row that cannot be used."""
         super().__init__(config, renderer, order)
-        self._title = "/".join(part for part in (config.path, config.subset, config.split) if part)
+        name = Path(config.path).name if Path(config.path).is_dir() else config.path
+        self._title = "/".join(part for part in (name, config.subset, config.split) if part)
         found = _split(_loaded(config), config)
         if not len(found):
             raise DataError(f"{self._title}: the data set is empty")

@@ -90,7 +90,7 @@ class Parquet(ArrowSource):
                 # Not mapped and not buffered ahead: memory stays flat, however large a row group is.
                 table = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
                 self._check_names(table.schema_arrow.names, str(shard.path))
-                for batch in table.iter_batches(_CHECKED):
+                for batch in table.iter_batches(_CHECKED, use_threads=False):
                     columns = [_plain(column) for column in batch.columns]
                     yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
             except (pa.ArrowException, OSError) as error:
