@@ -28,7 +28,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 METRICS = Registry((*GRPO.metrics, *PPO.metrics))
 METRIC_FAMILIES = {metric.name.partition("/")[0] for metric in (*OURS, *GRPO.metrics, *PPO.metrics)}
-RUN_FILES = {"runs", "models"}
+RUN_FILES = {"runs", "models", "samples", "checkpoints", "model"}
 """Folders that exist only where somebody has trained."""
 
 
@@ -151,7 +151,7 @@ def test_files_keys_commands_metrics_and_names_in_sentences_exist(page: Path) ->
 def looks_like_a_file(code: str) -> bool:
     """A file of this repository, not one of a run or of a reader's own, nor the name of a metric."""
     first, suffix = code.split("/")[0], Path(code).suffix
-    return first not in RUN_FILES and (suffix != "" or code.endswith("/"))
+    return first not in RUN_FILES and (suffix != "" or (code.endswith("/") and first not in METRIC_FAMILIES))
 
 
 @cache
