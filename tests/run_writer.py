@@ -169,7 +169,7 @@ def after(seconds: float) -> Callable[[], None]:
 def main(path: Path, seed: int, runs: int) -> None:
     # Children are forked before any thread exists.
     torch.set_num_threads(1)
-    for heavy in ("pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+    for heavy in ("pandas", "pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         importlib.import_module(heavy)  # else every child would spend its short life on this
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert attempt(path / "whole", lambda: None)

@@ -14,7 +14,6 @@ from treadle.config import key
 from treadle.errors import ConfigError
 from treadle.runs.trackers.base import Outcome, Run, Tracker, TrackerConfig
 
-
 _TIMEOUT = 20.0  # seconds
 
 
