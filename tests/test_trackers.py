@@ -272,6 +272,7 @@ class Remembering(Tracker):
     opened: ClassVar[list[str | None]]
     ended: ClassVar[list[Outcome]]
     down: ClassVar[bool]
+    stumbles: ClassVar[int]  # times that it fails to take step 5
     stuck = threading.Event()
 
     def open(self, run: Run, known: str | None) -> str | None:
@@ -285,6 +286,9 @@ class Remembering(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.stuck.wait()
         self._fail()
+        if step == 5 and type(self).stumbles:
+            type(self).stumbles -= 1
+            raise TimeoutError
         self.told.append((step, metrics))
 
     def close(self, outcome: Outcome) -> None:
@@ -301,7 +305,8 @@ MINE = "tests.test_trackers:Remembering"
 
 @pytest.fixture(autouse=True)
 def _forget() -> None:
-    Remembering.told, Remembering.opened, Remembering.ended, Remembering.down = [], [], [], False
+    Remembering.told, Remembering.opened, Remembering.ended = [], [], []
+    Remembering.down, Remembering.stumbles = False, 0
     Remembering.stuck.set()
 
 
@@ -360,6 +365,13 @@ def test_a_service_that_is_down_neither_ends_the_run_nor_goes_unsaid_and_is_told
         Tracking(directory, make_trackers(config.told), print).tell_all()
     assert steps_told() == [1, 2, 3, 4, 5, 6, 7]
     assert Remembering.ended == ["finished"]
+
+
+def test_what_comes_while_a_row_is_tried_again_is_told_after_it(tmp_path: Path) -> None:
+    Remembering.stumbles = 3
+    record(tmp_path / "run", [MINE], range(1, 8))
+    assert steps_told() == [1, 2, 3, 4, 5, 6, 7]
+    assert (Remembering.stumbles, Remembering.ended) == (0, ["finished"])
 
 
 def test_a_service_that_hangs_holds_up_nothing_but_a_while_at_the_end(

@@ -164,13 +164,9 @@ class _Follower(threading.Thread):
             self._open = True
             self._save()
             self.lines.append(self._tracker.where())
-        if not self._waiting:
-            found = [(step, what, row) for what, tail in self._tails.items() for step, row in tail.new()]
-            untold = (x for x in found if x[0] > self._told[x[1]])
-            self._waiting = sorted(untold, key=lambda x: (x[0], x[1] != "metrics"))  # an evaluation after its step
         told = False
         try:
-            while self._waiting and not self.given_up:
+            while not self.given_up and (self._waiting or self._found()):
                 step, what, row = self._waiting[0]
                 self._tracker.log(step, row)
                 self._told[what] = step
@@ -179,6 +175,12 @@ class _Follower(threading.Thread):
         finally:
             if told:
                 self._save()
+
+    def _found(self) -> bool:
+        """Look for rows that have not been told, an evaluation after its step."""
+        new = [(step, what, row) for what, tail in self._tails.items() for step, row in tail.new()]
+        self._waiting = sorted((x for x in new if x[0] > self._told[x[1]]), key=lambda x: (x[0], x[1] != "metrics"))
+        return bool(self._waiting)
 
     def _save(self) -> None:
         write_aside(self._state, json.dumps({"known": self._known, **self._told}).encode() + b"\n")
