@@ -164,7 +164,7 @@ def process(stack: ExitStack, kind: type[Plain] | type[Ours], *arguments: object
 @click.command()
 @click.option("--model", default="models/smollm2", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--microbatch", type=click.IntRange(min=1), default=2048, show_default=True, help="tokens")
+@click.option("--microbatch", type=click.IntRange(min=1), default=4096, show_default=True, help="tokens")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, default=list(SHAPES))
 def main(model: str, dtype: str, microbatch: int, rounds: int, shapes: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from treadle.engines.torch import head
 from treadle.engines.torch.head import LogitRule, logits, quantities
 from treadle.handles import Quantity
 
@@ -105,3 +106,15 @@ def test_rule_is_read_from_the_configuration() -> None:
 def test_logits_are_finished_in_float32() -> None:
     hidden_ME, weight_VE, bias_V, *_ = inputs(torch.bfloat16)
     assert logits(hidden_ME, weight_VE, bias_V, LogitRule(cap=2.0)).dtype == torch.float32
+
+
+def test_kept_probabilities_and_those_made_again_give_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for kept_bytes in (0, 2 * 11 * 8, 1 << 20):  # none, the first chunk's, all
+        monkeypatch.setattr(head, "_KEPT_BYTES", kept_bytes)
+        hidden_ME, weight_VE, _, label_M, temperature_M = inputs()
+        outputs = quantities(hidden_ME, weight_VE, None, label_M, None, temperature_M, {"logprob"}, LogitRule(), 2)
+        assert outputs.logprob_T is not None
+        found.append(torch.autograd.grad(outputs.logprob_T.square().sum(), (hidden_ME, weight_VE)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

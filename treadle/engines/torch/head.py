@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from treadle.handles import Quantity
 
-_KEPT_BYTES = 1 << 29  # of probabilities, from forward to backward
+_KEPT_BYTES = 1 << 30  # of probabilities, from forward to backward
 
 
 @dataclass(frozen=True, slots=True)
