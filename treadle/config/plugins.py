@@ -119,11 +119,14 @@ def resolve(name: str, folder: str, offers: str) -> Any:
     module_name, _, path = name.partition(":")
     thing: Any = _imported(module_name)
     for part in path.split("."):
-        if not hasattr(thing, part):
+        try:
+            thing = getattr(thing, part)
+        except AttributeError:
             near = difflib.get_close_matches(part, [n for n in dir(thing) if not n.startswith("_")], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{name}: {module_name} has no {part!r}{hint}")
-        thing = getattr(thing, part)
+            raise ConfigError(f"{name}: {module_name} has no {part!r}{hint}") from None
+        except Exception as error:  # a module that imports what it offers only now
+            raise ConfigError(_failed(name, error)) from error
     return thing
 
 

@@ -72,7 +72,10 @@ class ArrowSource(RowSource):
 
 
 def _cells(table: pa.RecordBatch | pa.Table) -> dict[str, Any]:
-    return table.to_pylist()[0]
+    try:
+        return table.to_pylist()[0]
+    except (ArithmeticError, LookupError) as error:  # a date after the year 9999, a time zone that nobody knows
+        raise ValueError(f"a cell has no value in Python ({type(error).__name__}: {error})") from error
 
 
 def _columns(schema: pa.Schema) -> dict[str, tuple[str, ...]]:

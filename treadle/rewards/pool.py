@@ -87,6 +87,11 @@ class Pool:
         await asyncio.gather(*(worker.close() for worker in workers))
 
 
+def _signal_name(number: int) -> str:
+    """Most real-time signals have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
+
+
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -124,11 +129,15 @@ class _Worker:
             process.stdin.write(pack(request))
             await process.stdin.drain()
             length = int.from_bytes(await process.stdout.readexactly(8), "little")
-            number, kind, content = pickle.loads(await process.stdout.readexactly(length))
+            answer = await process.stdout.readexactly(length)
         except (ConnectionError, asyncio.IncompleteReadError):
             code = await process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             raise CallFailed(f"its worker process died ({how})") from None
+        try:
+            number, kind, content = pickle.loads(answer)
+        except Exception as error:  # of bytes that are no pickle, anything
+            raise CallFailed("its answer cannot be read: does it write to files that it did not open?") from error
         if number != self._asked:
             raise CallFailed("its worker process gave the answer to another call: does the function fork?")
         self._asked += 1

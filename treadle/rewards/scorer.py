@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +12,7 @@ from treadle.config import resolve
 from treadle.errors import ConfigError, RewardError
 from treadle.rewards.config import FOLDER, OFFERS, RewardConfig
 from treadle.rewards.pool import CallFailed, Pool
-from treadle.rewards.values import NotAReward, as_reward, combine
+from treadle.rewards.values import NotAReward, as_reward, combine, in_words
 
 if TYPE_CHECKING:
     from treadle.handles import RewardFunction
@@ -105,7 +104,7 @@ class RewardScorer:
                 raise asyncio.CancelledError from error
             if limit.expired():
                 raise CallFailed(f"it ran past reward.timeout_s={self._config.timeout_s:g}") from None
-            raise CallFailed(f"it raised\n{''.join(traceback.format_exception(error))}") from error
+            raise CallFailed(f"it raised\n{in_words(error)}") from error
 
 
 def _found(name: str) -> RewardFunction:

@@ -20,6 +20,10 @@ ALLOWED = (
 _SUM = "the weighted sum of the rewards"
 
 
+_SHOWN = 4000
+"""Characters of what a function raised, which go into a log line and into the books of its sample."""
+
+
 class NotAReward(ValueError):
     """The function returned, but not a reward; trying again would not help."""
 
@@ -31,8 +35,15 @@ def as_reward(value: Any, turns: int) -> Reward:
     except NotAReward:
         raise
     except Exception as error:  # an object of the user's may raise anything where it is looked at
-        reason = traceback.format_exception_only(error)[-1].strip()
+        reason = in_words(error, with_place=False)
         raise NotAReward(f"it is a {type(value).__name__} that cannot be read ({reason}); {ALLOWED}") from error
+
+
+def in_words(error: BaseException, with_place: bool = True) -> str:
+    """What an exception of the user's says, as UTF-8 text of bounded length, its middle left out; or its traceback."""
+    lines = traceback.format_exception(error) if with_place else traceback.format_exception_only(error)[-1:]
+    text = "".join(lines).strip().encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
 
 
 def _checked(value: Any, turns: int) -> Reward:
@@ -41,7 +52,7 @@ def _checked(value: Any, turns: int) -> Reward:
     total = _number(value.value, "Reward.value")
     if not isinstance(value.parts, Mapping):
         raise NotAReward(f"Reward.parts is a {type(value.parts).__name__}, not a mapping; {ALLOWED}")
-    parts = {_text(name): _number(part, f"Reward.parts[{name!r}]") for name, part in value.parts.items()}
+    parts = {_text(name): _number(part, f"Reward.parts[{name!r:.80}]") for name, part in value.parts.items()}
     by_turn = tuple(_number(x, f"Reward.turns[{i}]") for i, x in enumerate(_sequence(value.turns)))
     if by_turn and len(by_turn) != turns:
         raise NotAReward(f"Reward.turns has {len(by_turn)} numbers, but the trajectory has {turns} turns; {ALLOWED}")

@@ -18,10 +18,9 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from typing import Any, BinaryIO
 
-from treadle.rewards.values import NotAReward, as_reward
+from treadle.rewards.values import NotAReward, as_reward, in_words
 
 _GRACE_S = 2.0  # for the worker to end by itself once its owner is gone
 
@@ -64,8 +63,8 @@ def _load(frame: bytes, functions: dict[str, Any]) -> tuple[str, Any]:
     try:
         sys.path[:], loadable = pickle.loads(frame)
         functions.update(pickle.loads(loadable))
-    except BaseException:
-        return "raised", traceback.format_exc()
+    except BaseException as error:
+        return "raised", in_words(error)
     return "ok", None
 
 
@@ -79,8 +78,8 @@ def _call(frame: bytes, functions: dict[str, Any]) -> tuple[str, Any]:
         return "ok", as_reward(value, len(trajectory.turn_ends))
     except NotAReward as error:
         return "wrong", str(error)
-    except BaseException:
-        return "raised", traceback.format_exc()
+    except BaseException as error:
+        return "raised", in_words(error)
 
 
 if __name__ == "__main__":
