@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
 ]
 LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}
 HEAVY = {"torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib", "pandas", "math_verify", "reasoning_gym"}
-HEAVY |= {"tensorboard", "wandb", "mlflow"}
+HEAVY |= {"tensorboard", "wandb", "mlflow", "datasets"}
 
 
 def module_name(path: Path) -> str:
