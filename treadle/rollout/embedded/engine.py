@@ -4,8 +4,8 @@ Each prompt or decode pass is one call on the device, so that other roles get th
 drives the passes; it is started when there is something to do and ends when there is nothing.
 
 Requests are admitted by (priority, arrival). An engine waits for the event loop to be quiet before it admits, so
-requests that are made together start together: the same requests give the same bits, run after run. (The last bits
-of a log-prob do depend on which rows share a pass.)
+requests that are made together start together: the same requests give the same bits, run after run. (In plain PyTorch
+the last bits of a log-prob do depend on which rows share a pass; with the native kernels they do not.)
 """
 
 from __future__ import annotations
