@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -228,8 +229,16 @@ def tables(draw: st.DrawFn) -> pa.Table:
     return pa.Table.from_arrays(made, names=[name for name, _ in chosen])
 
 
-def one_row(kind: pa.DataType, value: Any) -> pa.Table:
-    return pa.Table.from_arrays([pa.array(["x"]), pa.array([value], pa.int64()).view(kind)], names=["prompt", "when"])
+@pytest.mark.parametrize("kind", [pa.timestamp("us", "Nowhere/Else"), pa.timestamp("us"), pa.duration("s")])
+@pytest.mark.parametrize("column", ["prompt", "when"])
+def test_a_time_that_python_does_not_know_is_named_at_the_start(tmp_path: Path, kind: Any, column: str) -> None:
+    path = tmp_path / "hostile.parquet"
+    times = pa.array([None, None, (1 << 63) - 1], pa.int64()).view(kind)
+    pq.write_table(pa.table({"prompt": ["x"] * 3} | {column: times}), path)
+    with pytest.raises(
+        DataError, match=r"hostile.parquet: row 2 \(.*no value in Python" if column == "when" else "row 0"
+    ):
+        source(str(path))
 
 
 @EXTENT

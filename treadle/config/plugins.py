@@ -187,4 +187,5 @@ def _failed(module: str, error: BaseException) -> str:
     where = f"{place.filename}:{place.lineno}"
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
-    return f"{module} cannot be imported: {type(error).__name__}: {error} (at {where})"
+    reason = traceback.format_exception_only(error)[-1].strip()  # even of one that cannot be made text
+    return f"{module} cannot be imported: {reason} (at {where})"

@@ -49,8 +49,11 @@ class ArrowSource(RowSource):
                 self._layout = layout(self._config, _columns(batch.schema), _cells(batch.slice(0, 1)), where)
             prompts = _column(batch, self._layout.prompt)
             if self._layout.json or not _surely_prompts(prompts):
-                for prompt in prompts.to_pylist():
+                for prompt in _plain(prompts):
                     self._layout.prompt_of(prompt)
+            for column in batch.columns:
+                if "time" in (kind := str(column.type)) or "date" in kind or "duration" in kind:
+                    _plain(column)
         except ValueError as error:
             if batch.num_rows == 1:
                 raise DataError(f"{where}: row {first} (counted from 0): {error}") from None
@@ -72,9 +75,14 @@ class ArrowSource(RowSource):
 
 
 def _cells(table: pa.RecordBatch | pa.Table) -> dict[str, Any]:
+    return _plain(table)[0]
+
+
+def _plain(values: pa.RecordBatch | pa.Table | pa.Array) -> list[Any]:
+    """As Python has them. Raises ValueError for a date after the year 9999 or a time zone that nobody knows."""
     try:
-        return table.to_pylist()[0]
-    except (ArithmeticError, LookupError) as error:  # a date after the year 9999, a time zone that nobody knows
+        return values.to_pylist()
+    except (ArithmeticError, LookupError) as error:
         raise ValueError(f"a cell has no value in Python ({type(error).__name__}: {error})") from error
 
 

@@ -53,6 +53,8 @@ def _checked(value: Any, turns: int) -> Reward:
     if not isinstance(value.parts, Mapping):
         raise NotAReward(f"Reward.parts is a {type(value.parts).__name__}, not a mapping; {ALLOWED}")
     parts = {_text(name): _number(part, f"Reward.parts[{name!r:.80}]") for name, part in value.parts.items()}
+    if len(parts) < len(value.parts):
+        raise NotAReward(f"two names in Reward.parts are the same as text; {ALLOWED}")
     by_turn = tuple(_number(x, f"Reward.turns[{i}]") for i, x in enumerate(_sequence(value.turns)))
     if by_turn and len(by_turn) != turns:
         raise NotAReward(f"Reward.turns has {len(by_turn)} numbers, but the trajectory has {turns} turns; {ALLOWED}")
