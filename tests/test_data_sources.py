@@ -495,10 +495,13 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, name: str) -
     path = tmp_path / f"t.{name}"
     text = "prompt\na\nb\n" if name == "csv" else '{"prompt": "a"}\n{"prompt": "b"}\n'
     path.write_text(text)
-    one = source(str(path))
-    one.next()
-    path.write_text(text.replace("b", "cc"))
-    with pytest.raises(DataError, match="has changed since this run began to read it"):
+    one = source(str(path), Order(epochs=2))
+    take(one, 1)
+    path.write_text(text)
+    os.utime(path, ns=(1, 1))
+    assert [p.messages[0]["content"] for p in take(one, 2)] == ["b", "a"]  # the same again
+    path.write_text(text.replace("b", "c"))
+    with pytest.raises(DataError, match="the data have changed since this run began to read them"):
         one.next()
 
 

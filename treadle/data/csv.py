@@ -80,7 +80,7 @@ class Csv(TextSource[list[str]]):
             )
         cells = dict(zip(self._header, record, strict=True))
         if self._layout is None:
-            self._layout = layout(self._config, {name: (name,) for name in self._header}, cells, str(self._path))
+            self._layout = layout(self._config, {name: (name,) for name in self._header}, cells, str(self._files.path))
         try:
             return self._layout.row(f"{shard.name}:{line}", cells)
         except ValueError as error:

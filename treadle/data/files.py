@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +22,18 @@ class Shard:
 
     path: Path
     name: str
-    size: int  # bytes
-    changed: int  # when, in ns
+    stamp: tuple[int, int]  # bytes, and the time of the last change in ns
 
     def open(self) -> BinaryIO:
-        """The file, to read. Raises DataError if that is impossible or it is another by now."""
+        """The file, to read. Raises DataError."""
         try:
-            file = self.path.open("rb")
+            return self.path.open("rb")
         except OSError as error:
             raise unreadable(self.path, error) from None
-        now = os.fstat(file.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.changed):
-            file.close()
-            raise DataError(f"{self.path}: the data file has changed since this run began to read it")
-        return file
+
+    def untouched(self) -> bool:
+        """Whether nobody has written it since it was found. Raises DataError if it is gone."""
+        return _stamp(self.path) == self.stamp
 
 
 class FilesConfig(SourceConfig):
@@ -88,10 +85,15 @@ def unreadable(path: Path, error: OSError) -> DataError:
 def _shard(path: Path, name: str) -> Shard:
     if path.suffix in _COMPRESSED:
         raise DataError(f"{path}: the file is compressed, and rows are read at random: unpack it first")
+    stamp = _stamp(path)
+    if not path.is_file():
+        raise DataError(f"{path}: not a file")
+    return Shard(path, name, stamp)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError as error:
         raise unreadable(path, error) from None
-    if not path.is_file():
-        raise DataError(f"{path}: not a file")
-    return Shard(path, name, found.st_size, found.st_mtime_ns)
+    return found.st_size, found.st_mtime_ns

@@ -45,7 +45,7 @@ class TextSource(RowSource, Generic[T]):
 
     def __init__(self, config: FilesConfig, renderer: Renderer, order: Order) -> None:
         super().__init__(renderer, order)
-        self._path = config.path
+        self._files = config
         self._shards = config.shards()
         self._digest = digest(self._shards)
         self._count = 0
@@ -68,16 +68,24 @@ class TextSource(RowSource, Generic[T]):
 
     @property
     def fingerprint(self) -> str:
-        return f"{self._path.name}, {len(self)} rows, digest {self._digest}"
+        return f"{self._files.path.name}, {len(self)} rows, digest {self._digest}"
 
     def row(self, number: int) -> Row:
         at = bisect_right(self._row_P, number) - 1
         shard = self._shards[self._shard_P[at]]
+        if not shard.untouched():
+            self._look_again()
         with shard.open() as file:
             file.seek(self._offset_P[at])
             records = self._records(Lines(file, self._line_P[at]), shard)
             line, record = next(islice(records, number - self._row_P[at], None))
         return self._row(record, shard, line)
+
+    def _look_again(self) -> None:
+        """Files were written since they were found: it goes on only if they are the same. Raises DataError."""
+        self._shards = self._files.shards()
+        if digest(self._shards) != self._digest:
+            raise DataError(f"{self._files.path}: the data have changed since this run began to read them")
 
     def _scan(self) -> Iterator[tuple[Shard, int, Row]]:
         """Every row with its file and line; the first time, places are noted. Raises DataError where there is none."""
@@ -95,7 +103,7 @@ class TextSource(RowSource, Generic[T]):
                         self._count += 1
                     count, place = count + 1, (lines.offset, lines.number)
         if not self._count:
-            raise DataError(f"{self._path}: the data set is empty")
+            raise DataError(f"{self._files.path}: the data set is empty")
 
     def _keep(self, shard: int, offset: int, line: int) -> None:
         self._row_P.append(self._count)
