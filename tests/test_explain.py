@@ -81,8 +81,8 @@ def test_a_key_that_several_names_bring() -> None:
     estimator = explain(RLConfig, "algorithm.kl_estimator")
     assert "name: ppo" in estimator.split("name: grpo")[1]  # they mean different things: one block each
     assert re.search(r"allowed  grpo, .*ppo.*, or your own my\.module:Class", explain(RLConfig, "algorithm.name"))
-    assert "default  1.0e-05" in explain(RLConfig, "critic.trainer.learning_rate")
-    assert "default  1.0e-06" in explain(RLConfig, "trainer.learning_rate")
+    assert "default  1e-05" in explain(RLConfig, "critic.trainer.learning_rate")
+    assert "default  1e-06" in explain(RLConfig, "trainer.learning_rate")
 
 
 def test_a_section_shows_who_may_be_chosen_and_its_keys() -> None:

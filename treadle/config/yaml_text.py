@@ -71,6 +71,10 @@ def to_text(data: Any) -> str:
 
 def to_line(data: Any) -> str:
     """One line, as the value of an override."""
+    if data is None or isinstance(data, bool):
+        return str(data).lower().replace("none", "null")
+    if isinstance(data, int | float) and math.isfinite(data):
+        return repr(data)
     style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": math.inf}
     return yaml.dump(data, Dumper=_Dumper, **style).removesuffix("\n").removesuffix("\n...")
 
