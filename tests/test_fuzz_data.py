@@ -147,7 +147,7 @@ KINDS: list[pa.DataType] = [
         CHAT,
     ),
     *(pa.timestamp(unit, zone) for unit in ("s", "us", "ns") for zone in (None, "UTC", "+25:00", "Nowhere/Else")),
-    *(pa.duration("s"), pa.duration("ns"), pa.dictionary(pa.int8(), pa.string()), pa.string_view(), pa.binary_view()),
+    *(pa.duration("s"), pa.duration("ns"), pa.dictionary(pa.int32(), pa.string()), pa.string_view(), pa.binary_view()),
 ]
 kinds = st.recursive(
     st.sampled_from(KINDS),
