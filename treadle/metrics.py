@@ -128,8 +128,8 @@ OURS: tuple[Metric, ...] = (
     Metric(
         "{role}/useful_tokens",
         "share",
-        "tokens of the rows that were run, what all of a group begin with counted once, by tokens that went through the "
-        "model",
+        "tokens of the rows that were run, what all of a group begin with counted once, by tokens that went through "
+        "the model",
         "token",
     ),
     Metric("{role}/grad_norm", "1", "global norm of the gradient before clipping, skipped steps left out", "update"),
