@@ -12,7 +12,7 @@ from treadle.data.packing import balance, plan
 rows = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=14)
 
 
-@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 60))
 def test_bins_hold_each_item_once_and_keep_to_the_capacity(sizes: list[int], capacity: int) -> None:
     bins = balance(sizes, capacity)
     assert sorted(i for items in bins for i in items) == list(range(len(sizes)))
@@ -59,3 +59,8 @@ def test_a_minibatch_alone_is_planned_as_inside_the_whole(
         where = (batch.minibatch_N == number).nonzero()[:, 0]
         alone += [where[rows].tolist() for rows in plan(part, budget)]
     assert plan(batch, budget) == alone
+
+
+def test_equal_answers_of_a_group_are_planned_together() -> None:
+    batch = make_batch([(3, 2)] * 4).replace(token_T=torch.arange(5).repeat(4), group_N=torch.zeros(4).long())
+    assert plan(batch, 5) == [[0, 1, 2, 3]]

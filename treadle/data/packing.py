@@ -62,7 +62,7 @@ def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     small = [i for i in order if sizes[i] <= capacity]
     alone = [[i] for i in order if sizes[i] > capacity]
-    count = -(-sum(sizes[i] for i in small) // capacity)
+    count = max(-(-sum(sizes[i] for i in small) // capacity), min(len(small), 1))  # an item may have no size
     while (bins := _spread(sizes, small, count, capacity)) is None:
         count += 1
     return alone + bins
