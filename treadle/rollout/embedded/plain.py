@@ -22,6 +22,7 @@ from treadle.rollout.embedded.sampling import sample
 from treadle.types import SamplingParams
 
 _USUAL_ROWS = 64  # that the layout of packed weights is chosen for; any number of rows may come
+_FEW_ROWS = 4  # up to which the weights as they are take less time
 
 
 class PlainKernels:
@@ -89,4 +90,11 @@ def packed(linears: Sequence[nn.Linear], dtype: torch.dtype) -> Projection:
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return lambda x_SI: F.linear(x_SI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _USUAL_ROWS)
-    return lambda x_SI: torch.ops.mkldnn._linear_pointwise(x_SI, laid_out, bias_O, "none", [], "")
+    as_it_is = linears[0].weight.dtype == dtype
+
+    def product(x_SI: Tensor) -> Tensor:
+        if as_it_is and len(x_SI) <= _FEW_ROWS:
+            return torch.cat([F.linear(x_SI, linear.weight, linear.bias) for linear in linears], 1)
+        return torch.ops.mkldnn._linear_pointwise(x_SI, laid_out, bias_O, "none", [], "")
+
+    return product
