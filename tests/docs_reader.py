@@ -17,6 +17,7 @@ import contextlib
 import csv
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -216,7 +217,7 @@ def _beneath(base: dict[str, Any], fragment: dict[str, Any]) -> dict[str, Any]:
 
 def check(command: str, where: str) -> None:
     """Raise AssertionError unless everything that a command names exists."""
-    program, *words = shlex.split(command, comments=True)
+    program, *words = itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(command, comments=True))
     match program:
         case "treadle":
             check_treadle(words, where)
