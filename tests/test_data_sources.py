@@ -18,7 +18,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.data_help import after_restart, renderer, source, take, write_lines
@@ -255,6 +255,7 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
             source(str(tmp_path / "t.parquet"))
 
 
+@example(1175, b"\x80")  # within the name of a column
 @given(st.integers(4, 4000), st.binary(min_size=1, max_size=8))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_parquet_is_rows_or_a_data_error(tmp_path: Path, place: int, noise: bytes) -> None:

@@ -93,7 +93,7 @@ class Parquet(ArrowSource):
                 for batch in table.iter_batches(_CHECKED, use_threads=False):
                     columns = [_plain(column) for column in batch.columns]
                     yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
-            except (pa.ArrowException, OSError) as error:
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's damaged name
                 raise DataError(f"{shard.path}: not a Parquet file that can be read: {error}") from None
 
     def _store(self, batch: pa.RecordBatch) -> None:
