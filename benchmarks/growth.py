@@ -1,9 +1,10 @@
 """How the cost of a step grows: `make bench-growth`, or `python -m benchmarks.growth` (`--only length` for one curve).
 
 Time and memory of real steps (`treadle_steps.py`: `treadle.train`, one program a point) on small random Llama models
-against one size at a time, each doubled four times while the others stay; and the CPU time of what a step costs beside
-the models (`records.py`). Exponents are slopes of least squares through the logarithms of the three largest points, so
-1 is linear; what is paid once, however large the step, makes them smaller, never larger.
+against one size at a time, each doubled four times while the others stay; and the time of what a step costs beside the
+models (`records.py`). Times are CPU seconds of one thread, so that other work on the machine does not count. Exponents
+are slopes of least squares through the logarithms of the three largest points, so 1 is linear; what is paid once,
+however large the step, makes them smaller, never larger.
 
 Everything found is kept in `runs/benchmarks/growth.json`, a curve at a time; the table is printed and
 `docs/images/growth.png` is drawn from all that is there.
@@ -19,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
@@ -32,11 +32,11 @@ PICTURE = ROOT / "docs" / "images" / "growth.png"
 
 STEPS = 3  # that are timed at each point, after one that is not
 
-TIMES = ("generation", "training", "rest")
-BYTES = ("generation_bytes", "training_bytes", "resident_bytes")
+TIMES = ("generation_cpu", "training_cpu")
+BYTES = ("generation_bytes", "training_bytes")
 
 Point = dict[str, float]
-"""What one step costs: seconds by stage, bytes by stage beyond those that are resident between two steps; medians."""
+"""What one step costs: CPU seconds by stage, and the most bytes by stage beyond those before the first step."""
 
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """What is freed goes back to the system at once, or memory that a stage finds lying about would not count."""
@@ -114,15 +114,15 @@ class Step:
     """A point of a curve: `x` is what its axis counts."""
 
     x: int
-    prompts: int = 4
+    prompts: int = 2
     group: int = 4
     tokens: int = 64
     prompt_tokens: int = 32
     size: Size = field(default_factory=Size)
-    rows: int = 256  # decoded together at most
+    rows: int = 128  # decoded together at most
 
     def job(self) -> Job:
-        options = {"data.chat": "false", "rollout.max_sequences": self.rows, "trainer.dtype": "float32"}
+        options = {"data.chat": "false", "rollout.max_sequences": self.rows, "trainer.dtype": "float32", "threads": 1}
         model, data = str(self.size.make()), str(prompts(self.prompt_tokens))
         return Job(self.prompts, self.group, self.tokens, model, data, options=options)
 
@@ -131,25 +131,23 @@ DOUBLED = (1, 2, 4, 8, 16)
 SIZES = (Size(4, 128), Size(6, 256), Size(8, 384), Size(10, 512), Size(12, 640))
 
 CURVES: dict[str, tuple[str, list[Step]]] = {
-    "sequences": ("sequences in flight", [Step(x=16 * k, prompts=4 * k) for k in DOUBLED]),
+    "sequences": ("sequences in flight", [Step(x=8 * k, prompts=2 * k) for k in DOUBLED]),
     "length": ("tokens of an answer", [Step(x=64 * k, tokens=64 * k) for k in DOUBLED]),
     "group": ("samples of a group", [Step(x=4 * k, group=4 * k, prompt_tokens=256) for k in DOUBLED]),
     "model": ("parameters", [Step(x=s.parameters, size=s) for s in SIZES]),
-    "waiting": ("requests, 16 at a time", [Step(x=64 * k, prompts=16 * k, tokens=8, rows=16) for k in DOUBLED]),
+    "waiting": ("requests, 16 at a time", [Step(x=32 * k, prompts=8 * k, tokens=16, rows=16) for k in DOUBLED]),
 }
 
 
 def run(step: Step, lock: Path | None) -> Point:
-    """Medians over the timed steps of one program."""
+    """The least that one of the timed steps of one program took."""
     with locked(lock):
         program = command(Path(sys.executable), "benchmarks.treadle_steps", step.job())
         player = Player("treadle", program, HOME / "growth.log", FRUGAL)
         player.warmed_up()
         found = [player.step() for _ in range(STEPS)]
         player.end()
-    for facts in found:
-        facts["rest"] = facts["seconds"] - facts["generation"] - facts["training"]
-    return {name: median(facts[name] for facts in found) for name in (*TIMES, *BYTES)}
+    return {name: min(facts[name] for facts in found) for name in (*TIMES, *BYTES)}
 
 
 # ---------------------------------------------------------------------- everything, kept
@@ -185,11 +183,11 @@ def costs() -> dict[str, dict[str, dict[float, float]]]:
 def table() -> str:
     """Markdown: what each curve reached, and its exponents."""
     lines = [
-        "| | from, to | generation | training | rest | memory, generation | memory, training | resident |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | from, to | generation | training | memory, generation | memory, training |",
+        "|---|---|---|---|---|---|",
     ]
     for name, (axis, steps) in CURVES.items():
-        if not (found := curves(name))["training"]:
+        if not (found := curves(name))["training_cpu"]:
             continue
         cells = [_cell(found[what]) for what in TIMES] + [_cell(found[what], memory=True) for what in BYTES]
         lines.append(f"| {axis} | {_short(steps[0].x)}, {_short(steps[-1].x)} | {' | '.join(cells)} |")
@@ -224,14 +222,17 @@ def draw() -> None:
     panels: Any = figure.subplots(2, len(CURVES) + 1)
     for column, (name, (axis, _)) in enumerate(CURVES.items()):
         found = curves(name)
-        for axes, names, unit, scale in ((panels[0][column], TIMES, "s", 1), (panels[1][column], BYTES, "MB", 1e6)):
+        for axes, names, unit, scale in ((panels[0][column], TIMES, "CPU s", 1), (panels[1][column], BYTES, "MB", 1e6)):
             for what in names:
-                _line(axes, {x: y / scale for x, y in found[what].items()}, what.removesuffix("_bytes"))
+                _line(axes, {x: y / scale for x, y in found[what].items()}, what.partition("_")[0])
             _finish(axes, axis, f"{unit} a step" if column == 0 else "")
-    for row, (axis, named) in enumerate(costs().items()):
-        for name, curve in named.items():
-            _line(panels[row][-1], curve, name.partition(",")[0].partition(" (")[0])
-        _finish(panels[row][-1], axis, "CPU s, beside the models")
+    for axis, named in costs().items():
+        axes = panels[0 if axis == "trajectories" else 1][-1]
+        for curve in named.values():
+            axes.plot(list(curve), list(curve.values()), color="grey", linewidth=1)
+        _finish(
+            axes, "trajectories of a step" if axes is panels[0][-1] else "samples, steps of a run", "CPU s, no model"
+        )
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE, dpi=90)
 
@@ -242,9 +243,18 @@ def _line(axes: Any, curve: Mapping[float, float], label: str) -> None:
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(EngFormatter(sep=""))
+    axes.tick_params(labelsize=7)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=6, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
 
 
 @click.command(help=__doc__)

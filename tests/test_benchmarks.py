@@ -56,7 +56,7 @@ def test_a_step_of_ours_waits_for_its_turn(tiny_model: Path, tmp_path: Path) -> 
     assert second["seconds"] >= second["generation"] + second["training"]
     assert 0 < second["tokens"] <= 4
     assert second["with_signal"] == 1.0
-    assert second["peak_bytes"] > second["resident_bytes"] > 1e8
+    assert second["peak_bytes"] > second["training_bytes"] > 0
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 2
 
