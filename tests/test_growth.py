@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.records import COSTS, Cost, measured
 
-UNITS = [cost for cost in COSTS if cost.axis == "trajectories" and not cost.name.startswith("plan")]
+UNITS = [cost for cost in COSTS if cost.axis == "trajectories"]
 RUNS = [cost for cost in COSTS if cost.axis != "trajectories"]
 
 

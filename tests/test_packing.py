@@ -64,3 +64,7 @@ def test_a_minibatch_alone_is_planned_as_inside_the_whole(
 def test_equal_answers_of_a_group_are_planned_together() -> None:
     batch = make_batch([(3, 2)] * 4).replace(token_T=torch.arange(5).repeat(4), group_N=torch.zeros(4).long())
     assert plan(batch, 5) == [[0, 1, 2, 3]]
+
+
+def test_many_rows_of_more_than_half_a_bin_are_planned_at_once() -> None:
+    assert balance([6] * 20_000, 10) == [[i] for i in range(20_000)]

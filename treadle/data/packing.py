@@ -6,7 +6,9 @@ exactly 1 only when both passes use the same micro-batches; that is why the plan
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from heapq import heapreplace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -25,15 +27,18 @@ def plan(batch: Batch, budget: int, everything: bool = False) -> list[list[int]]
     those without a trained token are always left out.
     """
     trained, signal = (batch.trained_N > 0).tolist(), batch.signal_N.tolist()
-    minibatch = batch.minibatch_N.tolist()
+    minibatch, group = batch.minibatch_N.tolist(), batch.group_N.tolist()
+    tokens = batch.token_T.split(batch.length_N.tolist())
     bundles = families(zip(minibatch, batch.bundle_N.tolist(), strict=True))
+    bundles = [rows for rows in bundles if any(trained[r] for r in rows)]
+    numbers = [minibatch[rows[0]] for rows in bundles]
     microbatches: list[list[int]] = []
-    for number in sorted(set(minibatch)):
-        mine = [rows for rows in bundles if minibatch[rows[0]] == number and any(trained[r] for r in rows)]
+    for members in sorted(families(numbers), key=lambda members: numbers[members[0]]):
+        mine = [bundles[i] for i in members]
         lit = [rows for rows in mine if any(signal[r] for r in rows)]
         dark = [rows for rows in mine if not any(signal[r] for r in rows)]
         for part in (lit, dark) if everything else (lit,):
-            pieces, sizes = _pieces(batch, part, budget)
+            pieces, sizes = _pieces(tokens, group, part, budget)
             bins = balance(sizes, budget)
             microbatches += [sorted(chain.from_iterable(pieces[i] for i in items)) for items in bins]
     return microbatches
@@ -62,16 +67,21 @@ def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     small = [i for i in order if sizes[i] <= capacity]
     alone = [[i] for i in order if sizes[i] > capacity]
-    count = max(-(-sum(sizes[i] for i in small) // capacity), min(len(small), 1))  # an item may have no size
-    while (bins := _spread(sizes, small, count, capacity)) is None:
-        count += 1
+    total, large = sum(sizes[i] for i in small), sum(2 * sizes[i] > capacity for i in small)  # no two large ones fit
+    fewest = max(-(-total // capacity), large, min(len(small), 1))  # an item may have no size
+    count = bisect_left(range(len(small)), True, fewest, key=lambda n: _spread(sizes, small, n, capacity) is not None)
+    bins = _spread(sizes, small, count, capacity)
+    assert bins is not None  # an item a bin always fits
     return alone + bins
 
 
-def _pieces(batch: Batch, bundles: Sequence[list[int]], budget: int) -> tuple[list[list[int]], list[int]]:
-    """Rows that are to stay together, and their size in tokens: whole groups, or parts of those that are too large."""
-    tokens = batch.token_T.split(batch.length_N.tolist())
-    group = batch.group_N.tolist()
+def _pieces(
+    tokens: Sequence[Tensor], group: Sequence[int], bundles: Sequence[list[int]], budget: int
+) -> tuple[list[list[int]], list[int]]:
+    """Rows that are to stay together, and their size in tokens: whole groups, or parts of those that are too large.
+
+    `tokens` and `group` are those of every row of the batch.
+    """
     pieces: list[list[int]] = []
     sizes: list[int] = []
     for members in families(group[rows[0]] for rows in bundles):
@@ -87,11 +97,11 @@ def _pieces(batch: Batch, bundles: Sequence[list[int]], budget: int) -> tuple[li
 
 def _spread(sizes: Sequence[int], order: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
+    loads = [(0, number) for number in range(count)]  # a heap: the emptiest bin first
     for i in order:
-        emptiest = load.index(min(load))
-        if load[emptiest] + sizes[i] > capacity:
+        load, number = loads[0]
+        if load + sizes[i] > capacity:
             return None
-        bins[emptiest].append(i)
-        load[emptiest] += sizes[i]
+        bins[number].append(i)
+        heapreplace(loads, (load + sizes[i], number))
     return bins
