@@ -293,6 +293,7 @@ STRICTER = "|".join(
         r"(\.0|e\+\d+) is not allowed; give a whole number",  # 8.0 is a whole number to JSON Schema
         "has no `Config`|no module named|has no '|cannot be imported|is not of the form",  # a class of one's own
         "the weight of",
+        "names of your choice",  # the letters of a source's name
         "GRPO compares|kl_estimator is k1|kl_target adapts|algorithm.minibatches=|critic_warmup_steps=",  # between keys
     ]
 )
