@@ -7,7 +7,7 @@
 The contenders take turns, round by round, so that whatever else the machine does hits all alike; the ratios are medians
 of the rounds' ratios. Every contender samples at temperature 1 in the model's own type, and no answer stops early.
 *Products* are the matrix products of the decode steps alone, as torch runs them on the joined weights of each layer:
-what a step could not be faster than without another product.
+what a step could not be faster than without another product (experts, which are no linear layers, are not counted).
 
 Ragged, `generate` takes as many sequences as there are rows, in order of arrival and without waiting for it, and runs
 until the longest is done; tokens count that were asked for.

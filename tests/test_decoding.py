@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor, nn
 
+from benchmarks.decoding import main
 from tests.test_embedded import Turns, ask, assert_same, build, hooked, run, scored, tokens, until, weights
 from treadle.errors import ConfigError
 from treadle.rollout.embedded import plain
@@ -495,3 +497,15 @@ def test_native_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ConfigError, match=r"do not compile with .*: .*error"):
         library.build()
     assert list(tmp_path.glob("*.so*")) == []
+
+
+# ---------------------------------------------------------------------- the benchmark
+
+
+@pytest.mark.parametrize("options", [["--rows", "9"], ["--rows", "1", "--dtype", "bfloat16"]])
+def test_the_benchmark_compares(tiny_model: Path, options: list[str]) -> None:
+    done = CliRunner().invoke(main, [str(tiny_model), "--new", "4", "--rounds", "1", *options], catch_exceptions=False)
+    assert done.exit_code == 0
+    for name in ("treadle, torch kernels", "generate", "products"):
+        (line,) = [line for line in done.output.splitlines() if line.startswith(name)]
+        assert float(line.removeprefix(name).split()[0]) > 0
