@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from treadle.batch import Batch
-from treadle.handles import Aggregate, Loss, Objective, Outputs, Term
+from treadle.handles import Aggregate, Loss, Objective, Outputs, Term, TrainingEngine
 
 
 def make_batch(
@@ -77,3 +77,7 @@ def value_regression() -> Objective:
         return Loss([Term(0.5 * error_T.square())], metrics={"error": error_T.abs()})
 
     return Objective(loss, needs=frozenset({"value"}))
+
+
+def logprobs(engine: TrainingEngine, batch: Batch) -> torch.Tensor:
+    return engine.quantities(batch, {"logprob"})["logprob_T"]

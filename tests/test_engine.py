@@ -27,7 +27,7 @@ from transformers import (
     T5Config,
 )
 
-from tests.engine_help import make_batch, ppo, value_regression
+from tests.engine_help import logprobs, make_batch, ppo, value_regression
 from treadle.attention import install
 from treadle.batch import Batch
 from treadle.engines.torch import model as models
@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(tiny_model: Path, temperatur
     engine = engine_of(tiny_model)
     batch = make_batch(LENGTHS, temperature=temperature)
     expected_T = plain_logprobs(engine.model, batch, temperature).float()
-    logprob_T = engine.logprobs(batch)
+    logprob_T = logprobs(engine, batch)
     assert logprob_T.dtype == torch.float32
     torch.testing.assert_close(logprob_T, expected_T, atol=1e-5, rtol=1e-5, equal_nan=True)
 
@@ -124,7 +124,7 @@ def test_architectures_agree_with_themselves_packed(name: str, recompute: bool) 
     expected_T = plain_logprobs(model, batch).float()
     settings = Config(dtype="float32", microbatch_tokens=24, head_chunk=4, activation_checkpointing=recompute)
     engine = TorchEngine(model, settings, total_steps=1)
-    torch.testing.assert_close(engine.logprobs(batch), expected_T, atol=2e-5, rtol=2e-5, equal_nan=True)
+    torch.testing.assert_close(logprobs(engine, batch), expected_T, atol=2e-5, rtol=2e-5, equal_nan=True)
     before = snapshot(engine)
     engine.step(batch, ppo())
     assert not same(snapshot(engine), before)
@@ -156,7 +156,7 @@ def test_end_of_sequence_is_trained_though_it_pads(tiny_model: Path) -> None:
     token_T = batch.token_T.clone()
     token_T[batch.offset_N1[1:] - 1] = end
     batch = batch.replace(token_T=token_T)
-    logprob_T = engine.logprobs(batch)
+    logprob_T = logprobs(engine, batch)
     assert logprob_T[batch.offset_N1[1:] - 1].isfinite().all()
     torch.testing.assert_close(
         logprob_T, plain_logprobs(engine.model, batch).float(), atol=1e-5, rtol=1e-5, equal_nan=True
@@ -202,9 +202,9 @@ def test_objectives_get_only_what_the_head_gives(tiny_model: Path) -> None:
 def test_what_cannot_be_trained_is_refused(tiny_model: Path) -> None:
     engine, batch = engine_of(tiny_model), make_batch(LENGTHS)
     with pytest.raises(ValueError, match="temperature 0"):
-        engine.logprobs(batch.replace(temperature_N=torch.zeros(4)))
+        logprobs(engine, batch.replace(temperature_N=torch.zeros(4)))
     with pytest.raises(ValueError, match="nothing before it"):
-        engine.logprobs(batch.replace(mask_T=torch.ones_like(batch.mask_T)))
+        logprobs(engine, batch.replace(mask_T=torch.ones_like(batch.mask_T)))
     with pytest.raises(ValueError, match="not trainable"):
         engine_of(tiny_model, trainable=False).step(batch, ppo())
 
@@ -393,7 +393,7 @@ def test_export_is_what_a_saved_directory_loads(tiny_model: Path, tmp_path: Path
     assert again.lm_head.weight is again.model.embed_tokens.weight
     batch = make_batch(LENGTHS)
     other = TorchEngine(again, engine.config, total_steps=1, trainable=False)
-    assert torch.equal(engine.logprobs(batch)[batch.mask_T], other.logprobs(batch)[batch.mask_T])
+    assert torch.equal(logprobs(engine, batch)[batch.mask_T], logprobs(other, batch)[batch.mask_T])
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
     assert load_tokenizer(str(tmp_path)).chat_template
 
@@ -414,7 +414,7 @@ def test_close_frees_the_optimizer_and_leaves_the_model(tiny_model: Path) -> Non
     engine.close()
     with pytest.raises(ValueError, match="closed"):
         engine.step(make_batch(LENGTHS), ppo())
-    assert TorchEngine(engine.model, engine.config, total_steps=1).logprobs(make_batch(LENGTHS)).isfinite().any()
+    assert logprobs(TorchEngine(engine.model, engine.config, total_steps=1), make_batch(LENGTHS)).isfinite().any()
 
 
 # ---------------------------------------------------------------------- models

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.engine_help import make_batch, ppo
+from tests.engine_help import logprobs, make_batch, ppo
 from treadle.batch import Batch
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
@@ -221,7 +221,7 @@ def test_ratio_is_exactly_one_at_equal_weights(engine: TorchEngine, temperature:
     batch = ragged().replace(
         temperature_N=torch.full((9,), temperature), minibatch_N=torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2]) % minibatches
     )
-    old_logprob_T = engine.logprobs(batch)
+    old_logprob_T = logprobs(engine, batch)
     assert old_logprob_T.isnan().equal(~batch.mask_T)
     for part in batch.replace(old_logprob_T=old_logprob_T).minibatches():
         found = accumulate(engine.network, part, ppo(), engine.config.microbatch_tokens)

@@ -5,7 +5,7 @@ A loop that is written against these cannot tell one process from a cluster, nor
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -96,8 +96,9 @@ class Objective:
 class TrainingEngine(Protocol):
     """A model that trains. Nine methods, and it knows no algorithm by name."""
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-prob of every trained token at the batch's temperatures; float32 [T], NaN elsewhere."""
+    def quantities(self, batch: Batch, needs: Set[Quantity]) -> Mapping[str, Tensor]:
+        """What the current weights say of every trained token at the batch's temperatures, by the names of `Outputs`;
+        float32 [T], NaN elsewhere."""
         ...
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,7 @@ def evaluate(
 async def _train(config: RLConfig, algorithm: Algorithm | None, reward: RewardFunction | None) -> dict[str, Any]:
     trackers = make_trackers(config.run.told)
     chosen = algorithm or plugin_class(config.algorithm.name, "treadle.algorithms")(config.algorithm)
+    chosen.max_tokens = config.sampling.max_tokens
     metrics = Registry(chosen.metrics, type(chosen))
     config, path = _concrete(config), Path(config.run.dir)
     if (summary := _finished(path, config, trackers)) is not None:

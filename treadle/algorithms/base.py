@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from treadle.batch import Batch
 from treadle.config import Config, key
-from treadle.errors import TrainingError
+from treadle.config.plugins import Joined
+from treadle.errors import ConfigError, TrainingError
 from treadle.handles import Aggregate, Loss, Outputs, Quantity, Term
 from treadle.metrics import Metric
 from treadle.types import Request
@@ -38,7 +39,7 @@ class AlgorithmConfig(Config):
         """Raises ValueError that names both keys where a key of the algorithm does not fit the run's `steps`."""
 
 
-class Algorithm:
+class Algorithm(Joined):
     """Base of all algorithms. A subclass in a notebook works as well as a file of ours."""
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
@@ -49,6 +50,8 @@ class Algorithm:
     """Per-token quantities of the current policy that `loss` looks at."""
     before_advantages: frozenset[Role] = frozenset()
     """Roles whose pass (old log-probs, reference log-probs, values) `advantages` looks at."""
+    observes: frozenset[Quantity] = frozenset({"logprob"})
+    """What the policy's pass before the advantages brings: `old_logprob_T`, any other as an extra (`old_sum_p2_T`)."""
     before_loss: frozenset[Role] = frozenset()
     """Roles whose pass `loss` looks at. "policy" (old log-probs) is added by the loop where a batch takes more than one
     optimizer step; with one, old := the detached current log-probs."""
@@ -59,9 +62,20 @@ class Algorithm:
     """Definitions of what `loss` and `value_loss` report, as `Metric("policy/entropy", "nats", "…")`."""
     two_pass: bool = False
     """`select` is to be called with the current policy's outputs over the whole mini-batch."""
+    max_tokens: int = 0
+    """The limit of an answer, known once a run begins."""
 
     def __init__(self, config: AlgorithmConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
+
+    @classmethod
+    def joined(cls, *others: type[Joined]) -> type[Joined]:
+        if others:
+            raise ConfigError(
+                f"{cls.__qualname__} is no half of an algorithm; allowed beside a + are subclasses of Estimator and "
+                "Objective (treadle.algorithms.policy_gradient)"
+            )
+        return cls
 
     def first_step(self, role: Role) -> int:
         """Steps that pass before a role is updated (critic warm-up delays the policy)."""
@@ -78,15 +92,19 @@ class Algorithm:
         several = frozenset[Role]({"policy"} if self.config.epochs * self.config.minibatches > 1 else ())
         return (self.before_loss | several) - self.before_advantages
 
-    def estimate(self, batch: Batch) -> Batch:
-        """`advantages` on the trained tokens of a full batch, and rows without signal marked.
+    def estimate(self, batch: Batch, version: int = 0) -> Batch:
+        """`advantages` on the trained tokens of a full batch, and rows without signal marked. `version` is the
+        policy's.
 
-        Not marked where a pass over the policy or the reference came before: later passes must be cut the same way, or
-        ratio and KL of equal weights would differ from 1 and 0 in their last bits. Raises TrainingError for a result
-        that is not the batch with an advantage for each token.
+        Raises TrainingError for a result that is not the batch with an advantage for each token.
         """
         compact = batch.compact()
-        batch = batch.expanded(self._checked(self.advantages(compact), compact))
+        return self._marked(batch.expanded(self._checked(self.advantages(compact), compact)))
+
+    def _marked(self, batch: Batch) -> Batch:
+        """With rows without signal marked, but for batches that a pass of the policy or the reference has seen: later
+        passes must be cut the same way, or ratio and KL of equal weights would differ from 1 and 0 in their last
+        bits."""
         cut_already = self.before_advantages & {"policy", "reference"}
         return batch.mark_signal() if self.skips_no_signal and not cut_already else batch
 

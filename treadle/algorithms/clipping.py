@@ -18,6 +18,14 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: fl
     return -held_T * advantage_T, cut_T
 
 
+def dual_clipped(
+    term_T: Tensor, cut_T: Tensor, ratio_T: Tensor, advantage_T: Tensor, most: float
+) -> tuple[Tensor, Tensor]:
+    """A clipped surrogate that costs at most `most`·|A| where A < 0 (Ye et al. 2019, arXiv 1912.09729)."""
+    over_T = (advantage_T < 0) & (ratio_T > most)
+    return term_T.where(~over_T, -most * advantage_T), cut_T | over_T
+
+
 def clipped_value_error(value_T: Tensor, old_T: Tensor, return_T: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """½·max((V − R)², (clip(V, V_old ± clip) − R)²): the value may not profit from moving further than `clip`.
 

@@ -51,3 +51,11 @@ def discounted_sums(term_T: Tensor, offset_N1: Tensor, decay: float) -> Tensor:
         carry_K[block_N1[1:][length_N > 0] - 1] = 0  # the last block of a trajectory has nothing after it
         sum_KB.addr_(carry_K, power_B[1:].flip(0))
     return sum_KB.view(-1)[at_T]
+
+
+def running_sums(term_T: Tensor, offset_N1: Tensor) -> Tensor:
+    """y_t = Σ_{k ≤ t} x_k from the start of each trajectory, [T]; float64, for sums of long batches are subtracted."""
+    import torch
+
+    sum_T1 = torch.nn.functional.pad(term_T.double().cumsum(0), (1, 0))
+    return sum_T1[1:] - torch.repeat_interleave(sum_T1[offset_N1[:-1]], offset_N1.diff())

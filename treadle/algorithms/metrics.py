@@ -20,6 +20,14 @@ POLICY_METRICS = (
     Metric("policy/clip_fraction", "share", "tokens whose gradient the clip has cut"),
     Metric("policy/kl_old", "nats", "k3 estimate of KL(π_old ‖ π): how far the step's updates have gone so far"),
     Metric("policy/entropy", "nats", "entropy of the policy where it chose a token"),
+    Metric("policy/weight", "1", "importance weight by which `correction` multiplied a token's term"),
+    Metric("policy/weight_max", "1", "the largest of these", "max"),
+)
+CRITIC_METRICS = (
+    Metric("critic/value", "reward", "value of the state in which a token was chosen"),
+    Metric("critic/return", "reward", "what the value should have been: GAE's advantage plus the old value"),
+    Metric("critic/value_error", "reward²", "squared difference of the two"),
+    Metric("critic/value_clip_fraction", "share", "tokens whose value gradient the clip has cut"),
 )
 KL_REFERENCE = Metric("policy/kl_reference", "nats", "estimate of KL(π ‖ π_ref) by the configured estimator")
 

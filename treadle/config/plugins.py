@@ -5,6 +5,7 @@
 
 reads `algorithm: {name: ppo, gamma: 0.99}`: the name finds the class, the class's `Config` reads the other keys.
 A bare name's module holds one class with a line `Config = …` (or, where that class is heavy, a `Config` of its own).
+Where such classes are halves of a whole (`Joined`), `gspo+rloo` names a whole made of two.
 """
 
 from __future__ import annotations
@@ -85,14 +86,28 @@ def plugin(folder: str, default: str | None = None) -> Plugin:
     return Plugin(folder, default)
 
 
+class Joined:
+    """Base of classes that may be halves of a whole."""
+
+    @classmethod
+    def joined(cls, *others: type[Joined]) -> type[Joined]:
+        """The whole made of these, and of what is missing; itself if it is whole. Raises ConfigError for what does not
+        go together."""
+        raise NotImplementedError
+
+
 def config_class(name: str, folder: str) -> type[Config]:
     """The model that reads the section of the plug-in `name`."""
+    if "+" in name:
+        return _config_of(plugin_class(name, folder), name)
     return _config_of(resolve(name, folder, _OFFERS_CONFIG), name)
 
 
 def _config_of(thing: Any, name: str) -> type[Config]:
     if isinstance(thing, ModuleType) and "Config" not in vars(thing):
         thing = _only_class(thing)
+    if isinstance(thing, type) and issubclass(thing, Joined):
+        thing = thing.joined()
     model = getattr(thing, "Config", None)  # may be inherited
     if not (isinstance(model, type) and issubclass(model, Config)):
         raise ConfigError(f"{name} has no `Config` that is a treadle.config.Config, so it cannot be configured here")
@@ -100,7 +115,18 @@ def _config_of(thing: Any, name: str) -> type[Config]:
 
 
 def plugin_class(name: str, folder: str) -> Any:
-    """The class itself: what `my.module:Class` names, or the one class of our module that has a `Config`."""
+    """The class itself: what `my.module:Class` names, or the one class of our module that has a `Config`; the whole of
+    which these are halves."""
+    first, *others = (part_class(part, folder) for part in name.split("+"))
+    if isinstance(first, type) and issubclass(first, Joined):
+        return first.joined(*others)
+    if others:
+        raise ConfigError(f"{name!r}: {folder} has no halves that could be joined; give one name")
+    return first
+
+
+def part_class(name: str, folder: str) -> Any:
+    """The class that a name without + stands for, a half though it may be."""
     thing = resolve(name, folder, _OFFERS_CONFIG)
     return _only_class(thing) if isinstance(thing, ModuleType) else thing
 

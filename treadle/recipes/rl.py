@@ -99,7 +99,7 @@ async def advance(config: RLConfig, system: System, now: Position, groups: list[
     with watch("observe"):
         batch = Batch.pack(groups, algorithm.config.minibatches)
         batch = await observe(batch, algorithm.before_advantages, system.observers)
-        batch = algorithm.estimate(batch)
+        batch = algorithm.estimate(batch, version)
         batch = await observe(batch, algorithm.passes_before_loss, system.observers)
     with watch("update"):
         roles: list[Role] = [role for role in algorithm.trains if step > algorithm.first_step(role)]
@@ -135,6 +135,7 @@ async def learn(
     for _ in range(algorithm.config.epochs):
         for minibatch in batch.minibatches():
             parts += await gather(models[role].step(minibatch, algorithm.state()) for role in roles)
-    for part in parts:
-        batch = batch.annotated(part.seen)  # only the one step of a whole batch sees anything new
+    if len(parts) == len(roles):  # one step of the whole batch: what it saw is the batch's
+        for part in parts:
+            batch = batch.annotated(part.seen)
     return merge(*(part.statistics for part in parts)), batch

@@ -30,7 +30,7 @@ class ReferenceWorker:
 
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
-        return {"reference_logprob_T": self.engine.logprobs(batch)}
+        return {"reference_logprob_T": self.engine.quantities(batch, {"logprob"})["logprob_T"]}
 
 
 class TrainedWorker:
@@ -77,7 +77,8 @@ class PolicyWorker(TrainedWorker):
 
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
-        return {"old_logprob_T": self.engine.logprobs(batch)}
+        found = self.engine.quantities(batch, self.algorithm.observes)
+        return {f"old_{name}": value for name, value in found.items()}
 
     def _learned(self, batch: Batch, objective: Objective) -> Learned:
         """Where old log-probs are the current ones, they are noted as the objective sees them: no pass of their own."""

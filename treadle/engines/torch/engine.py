@@ -6,7 +6,7 @@ Suffixes: T tokens of all trajectories laid end to end · M trained ones of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ from treadle.engines.torch.optimizer import Optimizer
 from treadle.types import Max, Mean, Statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from treadle.batch import Batch
     from treadle.engines.torch.config import Config
-    from treadle.handles import Objective
+    from treadle.handles import Objective, Quantity
 
 CPU = torch.device("cpu")
 
@@ -58,9 +60,9 @@ class TorchEngine:
 
     # ------------------------------------------------------------------ passes
 
-    def logprobs(self, batch: Batch) -> Tensor:
-        """Log-prob of every trained token at the batch's temperatures; [T], NaN elsewhere."""
-        return scan(self.network, batch, {"logprob"}, self.config.microbatch_tokens)["logprob_T"]
+    def quantities(self, batch: Batch, needs: Set[Quantity]) -> Mapping[str, Tensor]:
+        """What the current weights say of every trained token, by the names of `Outputs`; [T], NaN elsewhere."""
+        return scan(self.network, batch, needs, self.config.microbatch_tokens)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:

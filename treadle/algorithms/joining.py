@@ -1,0 +1,72 @@
+"""Making a whole algorithm of two halves: an estimator's `advantages` and an objective's `surrogate`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import create_model
+
+from treadle.config.base import Config
+from treadle.config.plugins import part_class
+from treadle.errors import ConfigError
+
+HALVES = {"surrogate": "what an advantage does to the policy", "advantages": "what the advantages are"}
+
+
+@cache  # one class for one name, however often it is asked for
+def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
+    """The class made of these and, where a half is missing, of the first one's `partner`; itself if it is whole.
+
+    Raises ConfigError where two define the same half, or one is of another kind.
+    """
+    found: dict[str, type[Any]] = {}
+    for cls in classes:
+        halves = [half for half in HALVES if issubclass(cls, base) and getattr(cls, half) is not getattr(base, half)]
+        if not halves:
+            raise ConfigError(
+                f"{cls.__qualname__} is no half of an algorithm; allowed beside a + are subclasses of Estimator and "
+                "Objective (treadle.algorithms.policy_gradient)"
+            )
+        for half in halves:
+            if half in found:
+                one, two = found[half].__qualname__, cls.__qualname__
+                raise ConfigError(f"{one} and {two} both say {HALVES[half]}; name one of them")
+            found[half] = cls
+    for half in HALVES:
+        if half not in found:
+            found[half] = _partner(classes[0], half)
+    objective, estimator = found["surrogate"], found["advantages"]
+    if objective is estimator:
+        return objective
+    name = "+".join(cls.__qualname__ for cls in (objective, estimator))
+    own = {
+        "Config": _config(name, objective, estimator),
+        "metrics": tuple(dict.fromkeys((*objective.metrics, *estimator.metrics))),
+        "__module__": __name__,
+    }
+    return type(name, (objective, estimator), own)
+
+
+def _partner(cls: type[Any], half: str) -> type[Any]:
+    if not cls.partner:
+        raise ConfigError(
+            f"{cls.__qualname__} does not say {HALVES[half]}: derive it from Estimator or Objective "
+            "(treadle.algorithms.policy_gradient), which have a usual other half"
+        )
+    return part_class(cls.partner, __package__)
+
+
+def _config(name: str, objective: type[Any], estimator: type[Any]) -> type[Config]:
+    """The keys of both. pydantic takes every default from the first base, inherited ones too; here, as elsewhere in
+    Python, what a class says itself goes before what another inherits."""
+    bases: tuple[type[Any], ...] = (objective.Config, estimator.Config)
+    order = type("Order", bases, {}).__mro__
+    fields = {
+        field: (base.model_fields[field].annotation, base.model_fields[field])
+        for base in reversed(order)
+        if issubclass(base, Config)
+        for field in vars(base).get("__annotations__", {})
+        if field in base.model_fields
+    }
+    return create_model(f"{name}Config", __base__=bases, __module__=__name__, **fields)  # pyright: ignore

@@ -1,0 +1,273 @@
+"""What all policy-gradient algorithms have in common, and the two halves that each is made of.
+
+An *estimator* says how good each token was (`advantages`), an *objective* what that does to the policy (`surrogate`).
+The file of a paper holds the half that it is about. `algorithm: {name: gspo}` or `{name: rloo}` is that half and a
+usual other one (`group_relative`, `clip`); `{name: gspo+rloo}` names both. Where the two have a default for the same
+key, the objective's counts.
+
+Loss of a token, with the parts that have a coefficient:
+
+    w · surrogate(π, π_p, A) + β · KL(π, π_ref) − η · H(π)
+
+w and π_p are of `correction.py`. The KL may be charged to the reward instead. Suffixes: N trajectories · T trained
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from treadle.algorithms.advantages import samples
+from treadle.algorithms.base import Algorithm, AlgorithmConfig, Role
+from treadle.algorithms.correction import CorrectionConfig, corrected, interpolated, weights
+from treadle.algorithms.joining import join
+from treadle.algorithms.kl import Estimator as KLEstimator
+from treadle.algorithms.kl import adapted, kl
+from treadle.algorithms.metrics import KL_REFERENCE, POLICY_METRICS, policy_metrics
+from treadle.config import key
+from treadle.config.plugins import Joined
+from treadle.handles import Loss, Outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treadle.batch import Batch
+    from treadle.types import Group
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    by_token: ClassVar[bool] = False
+    """Whether the tokens of one trajectory may have different advantages."""
+
+    kl_coefficient: float = key("weight of the KL to the reference; 0: no reference", default=0.0, ge=0, le=1e3)
+    kl_in: Literal["loss", "reward"] = key("where the KL is charged", default="loss")
+    kl_estimator: KLEstimator = key(
+        "k1, k2, k3, abs; with +: gradient of k2, the right one in a loss (see kl.py)", default="k3+"
+    )
+    kl_target: float | None = key("adapts kl_coefficient to this KL, nats per token", default=None, gt=0, le=1e3)
+    entropy_coefficient: float = key("weight of the entropy bonus", default=0.0, ge=0, le=1e3)
+    dynamic_sampling: bool = key(
+        "drop groups whose rewards are all equal and sample others in their place", default=False
+    )
+    truncated: Literal["train", "reject"] = key(
+        "answers cut at the token limit: trained, or rejected (no loss, no baseline, no denominator)", default="train"
+    )
+    overlong_share: float = key(
+        "last part of the token limit in which an answer loses reward, more with every token; 0: none",
+        default=0.0,
+        ge=0,
+        le=1,
+    )
+    overlong_penalty: float = key("what an answer at the limit loses by that", default=1.0, ge=0, le=1e6)
+    correction: CorrectionConfig = key("of the gap between sampler and trainer", default=CorrectionConfig)
+
+    @model_validator(mode="after")
+    def _policy_gradient_rules(self) -> PolicyGradientConfig:
+        if self.kl_coefficient > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator is k1, whose expected gradient in a loss is zero; use k1+ (its value, the right "
+                "gradient), k2, k3, abs, k3+ or abs+, or charge it with kl_in=reward"
+            )
+        if self.kl_target is not None and self.kl_coefficient == 0:
+            raise ValueError(
+                "kl_target adapts kl_coefficient by factors, so it cannot start at 0; "
+                "set kl_coefficient above 0 (0.01, say) or leave kl_target out"
+            )
+        return self
+
+
+class GroupConfig(PolicyGradientConfig):
+    """Keys of an estimator that compares the samples of a prompt with each other."""
+
+    @model_validator(mode="after")
+    def _group_rules(self) -> GroupConfig:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size is 1, but {self.name} compares the samples of a prompt with each other and would never "
+                "learn from one; allowed: 2 or more (8 is usual). For one sample per prompt use name=ppo"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """What an objective makes of the tokens: terms to be minimised, and a bool mask of those whose gradient it cut."""
+
+    term_T: Tensor
+    cut_T: Tensor
+
+
+class PolicyGradient(Algorithm):
+    """Base of both halves, and of algorithms that are both."""
+
+    Config: ClassVar[type[AlgorithmConfig]] = PolicyGradientConfig
+    config: PolicyGradientConfig
+    metrics = (*POLICY_METRICS, KL_REFERENCE)
+    needs = frozenset({"logprob", "entropy"})
+    skips_no_signal = True
+    partner: ClassVar[str] = ""
+    """Module of the other half, for a class that is one."""
+    zero_on_equal_group: ClassVar[bool] = False
+    """True promises advantages of exactly 0 where all samples of a group earned the same."""
+
+    def __init__(self, config: AlgorithmConfig | None = None) -> None:
+        super().__init__(config)
+        self.kl_coefficient = self.config.kl_coefficient
+        charged = self.kl_coefficient > 0
+        if charged:
+            self.uses = self.uses | {"reference"}
+        if charged and self.config.kl_in == "reward":
+            self.before_advantages = self.before_advantages | {"policy", "reference"}
+        elif charged:
+            self.before_loss = self.before_loss | {"reference"}
+        if self.config.correction.needs_pass:
+            self.before_advantages = self.before_advantages | {"policy"}
+        # A critic, a KL and an entropy bonus learn from rows whose rewards say nothing, too.
+        in_loss = charged and self.config.kl_in == "loss"
+        if in_loss or self.config.entropy_coefficient > 0 or "critic" in self.uses:
+            self.skips_no_signal = False
+
+    @classmethod
+    def joined(cls, *others: type[Joined]) -> type[Joined]:
+        return join((cls, *others), PolicyGradient)
+
+    @property
+    def passes_before_loss(self) -> frozenset[Role]:
+        found = super().passes_before_loss
+        return found if self.config.correction.proximal == "step" else found - {"policy"}
+
+    # ------------------------------------------------------------------ generation
+
+    def keep(self, group: Group) -> str | None:
+        if not self.config.dynamic_sampling:
+            return None
+        values = {s.reward.value for s in group.usable if s.reward is not None}
+        return "all rewards are equal" if len(values) < 2 else None
+
+    # ------------------------------------------------------------------ before the update
+
+    def estimate(self, batch: Batch, version: int = 0) -> Batch:
+        if self.config.correction.proximal == "interpolated":
+            batch = batch.replace(extras_T={**batch.extras_T, "age_T": version - batch.version_T})
+        if self.config.correction.needs_pass or self.config.truncated == "reject":
+            compact = batch.compact()
+            if self.config.correction.needs_pass:
+                compact = corrected(compact, self.config.correction)
+            if self.config.truncated == "reject":
+                compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
+            before_N, batch = batch.trained_N, batch.expanded(compact)
+            rejected_N = (before_N > 0) & (batch.trained_N == 0)
+            return self._estimated(batch, ~rejected_N)
+        return self._estimated(batch)
+
+    def _estimated(self, batch: Batch, keep_N: Tensor | None = None) -> Batch:
+        """Advantages of the rows to keep: what was rejected is in no baseline. It has no trained token left, either, so
+        tokens stay where they are."""
+        compact = batch.compact()
+        part = compact if keep_N is None or bool(keep_N.all()) else compact.select(keep_N.nonzero()[:, 0])
+        found = self._checked(self.advantages(self._charged(part.replace(counts=None))), part)
+        names = ("advantage_T", "return_T", "weight_T", "mask_T", "extras_T")
+        return self._marked(batch.expanded(compact.replace(**{name: getattr(found, name) for name in names})))
+
+    def _charged(self, batch: Batch) -> Batch:
+        """With the rewards that advantages are made of; the recorded ones stay what they are."""
+        config, reward_N, reward_T = self.config, batch.reward_N, batch.reward_T
+        if self.kl_coefficient > 0 and config.kl_in == "reward":
+            assert batch.old_logprob_T is not None
+            assert batch.reference_logprob_T is not None
+            price_T = self.kl_coefficient * kl(batch.old_logprob_T, batch.reference_logprob_T, config.kl_estimator)
+            reward_T = reward_T - price_T
+            reward_N = reward_N - _by_sample(batch, batch.sum_N(price_T.double()), "sum")
+        if config.overlong_share > 0:
+            span = self.max_tokens * config.overlong_share
+            over_N = (batch.length_N.double() - self.max_tokens + span) / span
+            price_N = config.overlong_penalty * _by_sample(batch, over_N.clamp(0, 1), "amax")
+            reward_N = reward_N - price_N
+            last_M = batch.offset_N1[1:][batch.length_N > 0] - 1
+            reward_T = reward_T.index_add(0, last_M, -price_N[batch.length_N > 0].to(reward_T.dtype))
+        return batch.replace(reward_N=reward_N, reward_T=reward_T)
+
+    # ------------------------------------------------------------------ the update
+
+    def old_logprob(self, batch: Batch, outputs: Outputs) -> Tensor:
+        assert outputs.logprob_T is not None
+        match self.config.correction.proximal:
+            case "step":
+                return super().old_logprob(batch, outputs)
+            case "sampler":
+                return batch.sampling_logprob_T
+            case "interpolated":
+                return interpolated(batch, outputs.logprob_T.detach())
+
+    def surrogate(self, batch: Batch, logprob_T: Tensor, old_T: Tensor) -> Surrogate:
+        """What the advantages do to the policy, token by token; the objective's half."""
+        self._undefined("surrogate(batch, logprob_T, old_T)")
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        assert outputs.logprob_T is not None
+        assert outputs.entropy_T is not None
+        config, old_T = self.config, self.old_logprob(batch, outputs)
+        found = self.surrogate(batch, outputs.logprob_T, old_T)
+        metrics, peaks = policy_metrics(outputs, old_T, found.cut_T)
+        weight_T = batch.weight_T
+        if config.correction.proximal == "interpolated" and config.correction.weight != "none":
+            weight_T = weights(batch, old_T, config.correction)
+        if weight_T is not None:
+            metrics["weight"] = weight_T
+            peaks["weight_max"] = weight_T
+        terms = [self.term(found.term_T if weight_T is None else found.term_T * weight_T)]
+        if batch.reference_logprob_T is not None:
+            kl_T = kl(outputs.logprob_T, batch.reference_logprob_T, config.kl_estimator)
+            metrics["kl_reference"] = kl_T.detach()
+            if config.kl_in == "loss":
+                terms.append(self.term(kl_T, self.kl_coefficient))
+        if config.entropy_coefficient > 0:
+            terms.append(self.term(-outputs.entropy_T, config.entropy_coefficient))
+        return Loss(terms, metrics, peaks)
+
+    # ------------------------------------------------------------------ the adaptive coefficient
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        # Not measured in critic warm-up, and not a number where every optimizer step was skipped.
+        measured = metrics.get("policy/kl_reference", math.nan)
+        if self.config.kl_target is not None and math.isfinite(measured):
+            self.kl_coefficient = adapted(self.kl_coefficient, measured, self.config.kl_target)
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_coefficient": self.kl_coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.kl_coefficient = state["kl_coefficient"]
+
+
+class Estimator(PolicyGradient):
+    """Base of the half that defines `advantages`."""
+
+    partner = "clip"
+
+
+class Objective(PolicyGradient):
+    """Base of the half that defines `surrogate`."""
+
+    partner = "group_relative"
+
+
+def whole_sequences(config: PolicyGradientConfig, what: str, mend: str) -> None:
+    """Raises ValueError where an objective looks at whole sequences and the estimator at single tokens."""
+    if config.by_token:
+        raise ValueError(
+            f"{what} has one term for a whole answer, but {config.name} gives each token an advantage of its own, so "
+            f"there is none for the answer; {mend}, or use an estimator of whole answers (group_relative, rloo, …)"
+        )
+
+
+def _by_sample(batch: Batch, value_N: Tensor, how: str) -> Tensor:
+    """Combined over the trajectories of each sample, by row."""
+    of_N = samples(batch).of_N
+    zero_S = value_N.new_zeros(int(of_N.max()) + 1 if len(of_N) else 0)
+    return zero_S.scatter_reduce(0, of_N, value_N, how, include_self=False)[of_N]
