@@ -415,7 +415,7 @@ def test_ppo_takes_the_kl_off_the_reward_and_leaves_the_reward_alone() -> None:
         value_T=batch.expand(torch.zeros(3)),
         bootstrap_N=torch.zeros(1),
     )
-    done = algorithm.advantages(batch.compact())
+    done = algorithm.estimate(batch).compact()
     assert done.return_T is not None
     # Token rewards -0.5·(0.5, 0, -1) + (0, 0, 1) = (-0.25, 0, 1.5), summed from the end.
     assert done.return_T.tolist() == pytest.approx([1.25, 1.5, 1.5])

@@ -41,9 +41,8 @@ class GMPO(Objective):
     def surrogate(self, batch: Batch, logprob_T: Tensor, old_T: Tensor) -> Surrogate:
         assert batch.advantage_T is not None
         advantage_T, x_T = batch.advantage_T, (logprob_T - old_T).clamp(-SATURATION, SATURATION)
-        cut_T = ((advantage_T > 0) & (x_T > self.config.clip_high)) | (
-            (advantage_T < 0) & (x_T < -self.config.clip_low)
-        )
-        held_T = x_T.where(~cut_T, x_T.detach().clamp(-self.config.clip_low, self.config.clip_high))
+        low, high = -self.config.clip_low, self.config.clip_high
+        cut_T = ((advantage_T > 0) & (x_T > high)) | ((advantage_T < 0) & (x_T < low))
+        held_T = x_T.where(~cut_T, x_T.detach().clamp(low, high))
         mean_N = batch.sum_N(held_T) / batch.length_N.clamp(min=1)
         return Surrogate(-mean_N.exp()[batch.row_T] * advantage_T, cut_T)
