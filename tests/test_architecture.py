@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"types", "batch", "handles", "errors", "metrics"},
     {"config"},
     {"algorithms", "rewards", "environments", "data", "weights", "attention"},
-    {"controller", "engines", "rollout", "runs"},
+    {"controller", "engines", "rollout", "runs", "contract"},
     {"workers", "agents"},
     {"recipes"},
     {"runtime", "inspector"},

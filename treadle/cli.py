@@ -1,4 +1,4 @@
-"""The command line: `treadle train · eval · inspect · diff · explain · schema`.
+"""The command line: `treadle train · eval · inspect · diff · check · explain · schema`.
 
 Exit codes: 0 done · 1 a named error · 2 the configuration is wrong, nothing was loaded · 130 interrupted.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from treadle.errors import TreadleError
+from treadle.errors import ConfigError, TreadleError
 
 _ERROR = click.style("error: ", fg="red", bold=True)
 
@@ -150,6 +150,28 @@ def diff_command(run: Path, other: Path, last: int) -> None:
     from treadle.inspector.diff import show
 
     show(run, other, last=last)
+
+
+@main.command("check")
+@click.argument("algorithm")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--examples", type=click.IntRange(min=1), default=60, show_default=True, help="cases tried for each law")
+def check_command(algorithm: str, overrides: tuple[str, ...], examples: int) -> None:
+    """Check that ALGORITHM keeps the laws of an algorithm.
+
+    `treadle check my_module:MyAlgorithm clip_high=0.3`, or a name of ours, as `gspo+rloo`. A law that is broken is
+    shown with the smallest example of it that was found.
+    """
+    try:
+        from treadle.contract.check import algorithm_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, and `treadle check` needs it: pip install 'treadle[check]'"
+        ) from error
+    from treadle.contract.report import report
+
+    if not report(algorithm_of(algorithm, overrides), examples):
+        sys.exit(1)
 
 
 @main.command("explain")

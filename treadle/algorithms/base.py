@@ -62,6 +62,15 @@ class Algorithm(Joined):
     """Definitions of what `loss` and `value_loss` report, as `Metric("policy/entropy", "nats", "…")`."""
     two_pass: bool = False
     """`select` is to be called with the current policy's outputs over the whole mini-batch."""
+    zero_on_equal_group: bool = False
+    """True promises advantages of exactly 0 where all samples of a group earned the same: by rule, for the rounding of
+    a mean or a deviation would become a direction to train in."""
+    across_groups: bool = False
+    """True: a group's advantages depend on the other groups of the batch, as when they are whitened over it."""
+    on_shift: Literal["same"] | None = None
+    """What rewards that are all larger by the same do to advantages; None: nothing is promised."""
+    on_scale: Literal["same", "linear"] | None = None
+    """What rewards multiplied by a positive number do to advantages; None: nothing is promised."""
     max_tokens: int = 0
     """The limit of an answer, known once a run begins."""
 

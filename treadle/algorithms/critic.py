@@ -45,6 +45,7 @@ class Critic(Estimator):
     metrics = CRITIC_METRICS
     uses = frozenset({"critic"})
     before_advantages = frozenset({"critic"})
+    across_groups = True
 
     def first_step(self, role: Role) -> int:
         return self.config.critic_warmup_steps if role == "policy" else 0

@@ -28,6 +28,8 @@ class DrGRPO(Estimator):
     Config = DrGRPOConfig
     config: DrGRPOConfig
     zero_on_equal_group = True
+    on_shift = "same"
+    on_scale = "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         advantage_N = group_relative(batch.reward_N, batch.group_N, batch.sample_N, "none")

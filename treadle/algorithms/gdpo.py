@@ -32,6 +32,7 @@ class GDPO(Estimator):
     Config = GDPOConfig
     config: GDPOConfig
     skips_no_signal = False
+    across_groups = True
 
     def advantages(self, batch: Batch) -> Batch:
         parts = batch.reward_parts_N or {"reward": batch.reward_N}

@@ -29,6 +29,9 @@ class GPG(Estimator):
     config: GPGConfig
     partner = "importance"
     zero_on_equal_group = True
+    across_groups = True
+    on_shift = "same"
+    on_scale = "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         found = samples(batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.algorithms.advantages import Scale, group_relative
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig
 from treadle.config import key
 from treadle.handles import Aggregate
@@ -29,6 +30,11 @@ class GroupRelative(Estimator):
     Config = GroupRelativeConfig
     config: GroupRelativeConfig
     zero_on_equal_group = True
+    on_shift = "same"
+
+    def __init__(self, config: AlgorithmConfig | None = None) -> None:
+        super().__init__(config)
+        self.on_scale = "same" if self.config.scale == "std" else "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         advantage_N = group_relative(batch.reward_N, batch.group_N, batch.sample_N, self.config.scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from pydantic import create_model
@@ -41,7 +41,8 @@ def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
         return objective
     name = "+".join(cls.__qualname__ for cls in (objective, estimator))
     own = {
-        "Config": _config(name, objective, estimator),
+        "Config": _Config(name, objective, estimator),
+        "halves": (objective, estimator),
         "metrics": tuple(dict.fromkeys((*objective.metrics, *estimator.metrics))),
         "__module__": __name__,
     }
@@ -54,7 +55,22 @@ def _partner(cls: type[Any], half: str) -> type[Any]:
             f"{cls.__qualname__} does not say {HALVES[half]}: derive it from Estimator or Objective "
             "(treadle.algorithms.policy_gradient), which have a usual other half"
         )
-    return part_class(cls.partner, __package__)
+    return part_class(cls.partner, "treadle.algorithms")
+
+
+class _Config:
+    """The class attribute `Config` of a joined class, made when it is asked for: it takes time, and whoever only looks
+    which keys there are looks at the halves."""
+
+    def __init__(self, name: str, objective: type[Any], estimator: type[Any]) -> None:
+        self._parts = name, objective, estimator
+
+    @cached_property
+    def _model(self) -> type[Config]:
+        return _config(*self._parts)
+
+    def __get__(self, instance: object, owner: type[Any]) -> type[Config]:
+        return self._model
 
 
 def _config(name: str, objective: type[Any], estimator: type[Any]) -> type[Config]:

@@ -29,6 +29,8 @@ class OPO(Estimator):
     Config = OPOConfig
     config: OPOConfig
     zero_on_equal_group = True
+    on_shift = "same"
+    on_scale = "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         found = samples(batch)

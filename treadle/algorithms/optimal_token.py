@@ -32,6 +32,8 @@ class OptimalToken(Estimator):
     Config = OptimalTokenConfig
     config: OptimalTokenConfig
     zero_on_equal_group = True
+    on_shift = "same"
+    on_scale = "linear"
     before_advantages = frozenset({"policy"})
     observes = frozenset({"logprob", "sum_p2"})
 
@@ -45,7 +47,8 @@ class OptimalToken(Estimator):
         if batch.weight_T is not None:
             moved_T = moved_T * batch.weight_T.square()
         # A sample counts once, however many trajectories it has.
-        energy_T = running_sums(moved_T.clamp(min=0), batch.offset_N1) / found.of_N.bincount()[found.of_N][row_T]
+        parts_S = found.sum_S((batch.length_N > 0).double())
+        energy_T = running_sums(moved_T.clamp(min=0), batch.offset_N1) / parts_S[found.of_N][row_T]
         # K: a place for each group and number of tokens, groups end to end.
         longest_G = batch.length_N.new_zeros(len(found.count_G))
         longest_G = longest_G.scatter_reduce(0, found.group_S[found.of_N], batch.length_N, "amax")

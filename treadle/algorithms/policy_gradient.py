@@ -112,21 +112,20 @@ class PolicyGradient(Algorithm):
     skips_no_signal = True
     partner: ClassVar[str] = ""
     """Module of the other half, for a class that is one."""
-    zero_on_equal_group: ClassVar[bool] = False
-    """True promises advantages of exactly 0 where all samples of a group earned the same."""
 
     def __init__(self, config: AlgorithmConfig | None = None) -> None:
         super().__init__(config)
         self.kl_coefficient = self.config.kl_coefficient
         charged = self.kl_coefficient > 0
+        policy, reference = frozenset[Role]({"policy"}), frozenset[Role]({"reference"})
         if charged:
-            self.uses = self.uses | {"reference"}
+            self.uses = self.uses | reference
         if charged and self.config.kl_in == "reward":
-            self.before_advantages = self.before_advantages | {"policy", "reference"}
+            self.before_advantages = self.before_advantages | policy | reference
         elif charged:
-            self.before_loss = self.before_loss | {"reference"}
+            self.before_loss = self.before_loss | reference
         if self.config.correction.needs_pass:
-            self.before_advantages = self.before_advantages | {"policy"}
+            self.before_advantages = self.before_advantages | policy
         # A critic, a KL and an entropy bonus learn from rows whose rewards say nothing, too.
         in_loss = charged and self.config.kl_in == "loss"
         if in_loss or self.config.entropy_coefficient > 0 or "critic" in self.uses:

@@ -37,6 +37,8 @@ class ReinforcePlusPlus(Estimator):
     Config = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
     skips_no_signal = False
+    across_groups = True
+    on_scale = "same"
 
     def advantages(self, batch: Batch) -> Batch:
         return_T = discounted_sums(batch.reward_T, batch.offset_N1, self.config.gamma)

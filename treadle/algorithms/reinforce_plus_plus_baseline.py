@@ -33,6 +33,9 @@ class ReinforcePlusPlusBaseline(Estimator):
     Config = ReinforcePlusPlusBaselineConfig
     config: ReinforcePlusPlusBaselineConfig
     skips_no_signal = False
+    across_groups = True
+    on_shift = "same"
+    on_scale = "same"
 
     def advantages(self, batch: Batch) -> Batch:
         advantage_N = group_relative(batch.reward_N, batch.group_N, batch.sample_N, "none")

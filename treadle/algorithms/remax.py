@@ -30,6 +30,8 @@ class ReMaxConfig(PolicyGradientConfig):
 class ReMax(Estimator):
     Config = ReMaxConfig
     config: ReMaxConfig
+    on_shift = "same"
+    on_scale = "linear"
 
     def requests(self, prompt: Prompt) -> list[Request]:
         return [*super().requests(prompt), Request(prompt, Kind.BASELINE, greedy=True)]

@@ -28,6 +28,8 @@ class RLOO(Estimator):
     Config = RLOOConfig
     config: RLOOConfig
     zero_on_equal_group = True
+    on_shift = "same"
+    on_scale = "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         advantage_N = leave_one_out(batch.reward_N, batch.group_N, batch.sample_N)

@@ -1,0 +1,116 @@
+"""Small batches to try an algorithm on: drawn by hypothesis, so that what breaks a law shrinks to the least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from treadle.batch import Batch
+from treadle.types import Ended, Group, Kind, Prompt, Provenance, Reward, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LETTER = {"p": Provenance.PROMPT, "s": Provenance.SAMPLED, "e": Provenance.ENVIRONMENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sample: its trajectories as letters (p prompt, s sampled, e environment), and what it earned."""
+
+    layouts: tuple[str, ...]
+    reward: float
+    truncated: bool = False
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.layouts)} earns {self.reward:g}" + (", truncated" if self.truncated else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Groups of answers, and how far apart the policies are; `seed` draws the log-probs."""
+
+    groups: tuple[tuple[Answer, ...], ...]
+    far: float = 0.0  # nats, standard deviation of log π − log π_old and of the others
+    seed: int = 0
+    baseline: bool = False  # the first answer of each group is its baseline sample
+
+    def __str__(self) -> str:
+        lines = [f"    group {i}: " + " | ".join(map(str, group)) for i, group in enumerate(self.groups)]
+        return "\n".join([*lines, f"    log-probs {self.far:g} nats apart (seed {self.seed})"])
+
+    def batch(self) -> Batch:
+        """With every optional field filled."""
+        batch = Batch.pack([_group(i, answers, self.baseline) for i, answers in enumerate(self.groups)])
+        noise = torch.Generator().manual_seed(self.seed)
+        old_T, value_T, peak_T, *moved = torch.rand(6, len(batch.token_T), generator=noise)
+        old_T = -3 * old_T - 0.05
+        apart = [(old_T + self.far * _normal(x)).clamp(-1e4, 0.0) for x in moved]
+        empty_T = batch.provenance_T != Provenance.SAMPLED
+        sampling_T, reference_T, _ = (x.masked_fill(empty_T, math.nan) for x in apart)
+        return batch.replace(
+            old_logprob_T=old_T.masked_fill(empty_T, math.nan),
+            sampling_logprob_T=sampling_T,
+            reference_logprob_T=reference_T,
+            value_T=value_T.masked_fill(empty_T, math.nan),
+            bootstrap_N=torch.rand(len(batch), generator=noise),
+            extras_T={"old_sum_p2_T": (peak_T * old_T.exp()).masked_fill(empty_T, math.nan), "now_T": apart[2]},
+        )
+
+
+def _normal(uniform_T: Tensor) -> Tensor:
+    return torch.special.ndtri(uniform_T.clamp(1e-6, 1 - 1e-6))
+
+
+def _group(index: int, answers: Sequence[Answer], baseline: bool) -> Group:
+    prompt = Prompt(f"case:{index}", index, (), (1,))
+    samples = []
+    for i, answer in enumerate(answers):
+        kind = Kind.BASELINE if baseline and i == 0 else Kind.TRAIN
+        rows = tuple(_trajectory(prompt, layout, answer) for layout in answer.layouts)
+        samples.append(Sample(f"{index}.{i}", kind, rows))
+    return Group(index, prompt, tuple(samples))
+
+
+def _trajectory(prompt: Prompt, layout: str, answer: Answer) -> Trajectory:
+    provenance_T = np.array([LETTER[c] for c in layout], np.uint8)
+    sampled_T = provenance_T == Provenance.SAMPLED
+    turns = [list(run) for kind, run in groupby(range(len(layout)), key=lambda i: layout[i]) if kind == "s"]
+    return Trajectory(
+        prompt=prompt,
+        token_T=np.arange(len(layout)),
+        provenance_T=provenance_T,
+        logprob_T=np.where(sampled_T, -1.0, np.nan).astype(np.float32),
+        version_T=np.where(sampled_T, 0, -1).astype(np.int32),
+        turn_ends=tuple(run[-1] for run in turns),
+        ended=Ended.TRUNCATED if answer.truncated else Ended.TERMINATED,
+        reward=Reward(answer.reward, {"first": answer.reward / 2, "second": answer.reward / 2}),
+    )
+
+
+# ---------------------------------------------------------------------- drawing
+
+REWARDS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 2.0])
+ANY_REWARD = REWARDS | st.floats(-1e6, 1e6)
+LAYOUTS = st.sampled_from(["ps", "pss", "p", "psss", "pses", "pssessss"])
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, baseline: bool = False, rewards: st.SearchStrategy[float] = REWARDS, far: float = 0.3
+) -> Case:
+    """Cases of one to three groups, whose sizes differ; `baseline`: each begins with a baseline sample."""
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        answers = draw(st.lists(st.builds(Answer, st.tuples(LAYOUTS), rewards, st.booleans()), min_size=1, max_size=4))
+        if draw(st.integers(0, 3)) == 3:  # a context that was compacted: two trajectories of one sample
+            answers[-1] = replace(answers[-1], layouts=(draw(LAYOUTS), *answers[-1].layouts))
+        groups.append(tuple([Answer(("ps",), draw(rewards)), *answers] if baseline else answers))
+    return Case(tuple(groups), draw(st.sampled_from([0.0, far])), draw(st.integers(0, 99)), baseline)
