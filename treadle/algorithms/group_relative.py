@@ -31,10 +31,12 @@ class GroupRelative(Estimator):
     config: GroupRelativeConfig
     zero_on_equal_group = True
     on_shift = "same"
+    on_scale = "same"
 
     def __init__(self, config: AlgorithmConfig | None = None) -> None:
         super().__init__(config)
-        self.on_scale = "same" if self.config.scale == "std" else "linear"
+        if self.on_shift is not None and self.config.scale == "none":
+            self.on_scale = "linear"
 
     def advantages(self, batch: Batch) -> Batch:
         advantage_N = group_relative(batch.reward_N, batch.group_N, batch.sample_N, self.config.scale)

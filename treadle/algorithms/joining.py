@@ -42,7 +42,7 @@ def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
     name = "+".join(cls.__qualname__ for cls in (objective, estimator))
     own = {
         "Config": _Config(name, objective, estimator),
-        "halves": (objective, estimator),
+        "halves": {"objective": objective, "estimator": estimator},
         "metrics": tuple(dict.fromkeys((*objective.metrics, *estimator.metrics))),
         "__module__": __name__,
     }

@@ -126,6 +126,9 @@ class PolicyGradient(Algorithm):
             self.before_loss = self.before_loss | reference
         if self.config.correction.needs_pass:
             self.before_advantages = self.before_advantages | policy
+        if (charged and self.config.kl_in == "reward") or self.config.overlong_share > 0:
+            # Advantages are of the charged rewards: what holds for those that were recorded is not promised.
+            self.zero_on_equal_group, self.on_shift, self.on_scale = False, None, None
         # A critic, a KL and an entropy bonus learn from rows whose rewards say nothing, too.
         in_loss = charged and self.config.kl_in == "loss"
         if in_loss or self.config.entropy_coefficient > 0 or "critic" in self.uses:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,12 +46,16 @@ class Case:
         lines = [f"    group {i}: " + " | ".join(map(str, group)) for i, group in enumerate(self.groups)]
         return "\n".join([*lines, f"    log-probs {self.far:g} nats apart (seed {self.seed})"])
 
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:  # how hypothesis shows what it drew
+        printer.text(f"\n{self}")
+
     def batch(self) -> Batch:
         """With every optional field filled."""
         batch = Batch.pack([_group(i, answers, self.baseline) for i, answers in enumerate(self.groups)])
         noise = torch.Generator().manual_seed(self.seed)
         old_T, value_T, peak_T, *moved = torch.rand(6, len(batch.token_T), generator=noise)
-        old_T = -3 * old_T - 0.05
+        # Far apart, the old policy may have been all but sure that a token would not come.
+        old_T = -3 * old_T - 0.05 - (self.far if self.far > 1 else 0.0) * value_T
         apart = [(old_T + self.far * _normal(x)).clamp(-1e4, 0.0) for x in moved]
         empty_T = batch.provenance_T != Provenance.SAMPLED
         sampling_T, reference_T, _ = (x.masked_fill(empty_T, math.nan) for x in apart)

@@ -98,5 +98,5 @@ def _broken(law: Law, algorithm: Algorithm, examples: int) -> str | None:
 def _raised(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = next((f for f in reversed(frames) if "/torch/" not in f.filename), frames[-1])
-    drawn = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    drawn = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()) if note.startswith("Draw"))
     return f"{type(error).__name__}: {error}\n  at {place.filename}:{place.lineno}: {place.line}{drawn}"

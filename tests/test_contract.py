@@ -1,0 +1,391 @@
+"""The laws of an algorithm: every one of ours keeps them, and each planted bug breaks the law that it should."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from treadle.algorithms.advantages import group_relative
+from treadle.algorithms.clip import Clip
+from treadle.algorithms.group_relative import GroupRelative
+from treadle.algorithms.grpo import GRPO, GRPOConfig
+from treadle.algorithms.importance import Importance
+from treadle.algorithms.policy_gradient import Estimator, Surrogate
+from treadle.algorithms.ratio import ratio
+from treadle.batch import Batch
+from treadle.cli import main
+from treadle.config.plugins import Plugin
+from treadle.contract.check import algorithm_of, check, verdicts
+from treadle.contract.laws import LAWS
+from treadle.errors import TrainingError
+from treadle.handles import Loss, Outputs
+from treadle.types import Prompt, Request
+
+NAMES = sorted(Plugin("treadle.algorithms").choices())
+VARIANTS = [
+    *((name, []) for name in NAMES),
+    ("clip", ["dual_clip=3", "clip_high=0.28"]),
+    ("grpo", ["scale=none", "kl_coefficient=0.1", "entropy_coefficient=0.01"]),
+    ("grpo", ["kl_coefficient=0.1", "kl_in=reward", "minibatches=2"]),
+    ("gspo+rloo", []),
+    ("gspo+critic", ["level=token"]),
+    ("dppo", ["divergence=kl"]),
+    ("dro", ["level=token"]),
+    ("importance", ["truncate=2"]),
+    ("importance+optimal_token", ["correction.weight=token"]),
+    ("reinforce_plus_plus", ["kl_coefficient=0.1"]),
+    *(
+        ("grpo", [f"correction.{key}" for key in keys])
+        for keys in (
+            ["weight=token"],
+            ["weight=token", "outside=zero", "weight_low=0.5"],
+            ["weight=sequence", "normalize=true"],
+            ["reject=token"],
+            ["reject=sequence-sum"],
+            ["reject=sequence-mean", "weight=token"],
+            ["reject=sequence-max"],
+            ["proximal=sampler"],
+            ["proximal=interpolated", "weight=token"],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), VARIANTS, ids=lambda x: x if isinstance(x, str) else ",".join(x))
+def test_ours_keep_every_law(name: str, overrides: list[str]) -> None:
+    check(algorithm_of(name, overrides), examples=8)
+
+
+# ---------------------------------------------------------------------- planted bugs
+
+
+class NeighboursAreTheGroup(GRPO):
+    """Takes each pair of rows that stand together for a group."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        group_N = torch.arange(len(batch)) // 2
+        advantage_N = group_relative(batch.reward_N, group_N, batch.sample_N)
+        return batch.replace(advantage_T=advantage_N.float()[batch.row_T])
+
+
+class TrajectoriesAreSamples(GRPO):
+    """Counts a sample as often as it has trajectories."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        advantage_N = group_relative(batch.reward_N, batch.group_N, torch.arange(len(batch)))
+        return batch.replace(advantage_T=advantage_N.float()[batch.row_T])
+
+
+class BareDeviation(GRPO):
+    """Divides by the deviation as it is."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        known_G, group_N = batch.group_N.unique(return_inverse=True)
+        advantage_N = batch.reward_N.clone()
+        for group in range(len(known_G)):
+            mine = group_N == group
+            advantage_N[mine] = (batch.reward_N[mine] - batch.reward_N[mine].mean()) / batch.reward_N[mine].std()
+        return batch.replace(advantage_T=advantage_N.float()[batch.row_T])
+
+
+class SmallFloor(BareDeviation):
+    """A floor far below the rounding of a mean."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        known_G, group_N = batch.group_N.unique(return_inverse=True)
+        advantage_N = batch.reward_N.clone()
+        for group in range(len(known_G)):
+            mine = batch.reward_N[group_N == group]
+            spread = mine.std() if len(mine) > 1 else torch.zeros((), dtype=mine.dtype)
+            advantage_N[group_N == group] = (mine - mine.mean()) / (spread + 1e-20)
+        return batch.replace(advantage_T=advantage_N.float()[batch.row_T])
+
+
+class WholeBatchIsTheGroup(GRPO):
+    """One baseline for all prompts."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        advantage_N = group_relative(batch.reward_N, batch.group_N * 0, batch.sample_N)
+        return batch.replace(advantage_T=advantage_N.float()[batch.row_T])
+
+
+class WorseIsBetter(GRPO):
+    def advantages(self, batch: Batch) -> Batch:
+        batch = super().advantages(batch)
+        assert batch.advantage_T is not None
+        return batch.replace(advantage_T=-batch.advantage_T)
+
+
+class Ascends(GRPO):
+    """Maximises what should be minimised."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        found = super().surrogate(batch, logprob_T, old_T)
+        return Surrogate(-found.term_T, found.cut_T)
+
+
+class Forgetful(GRPO):
+    """Detaches the ratio, and nothing is learned from negative advantages."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        found = super().surrogate(batch, logprob_T, old_T)
+        assert batch.advantage_T is not None
+        return Surrogate(found.term_T.where(batch.advantage_T > 0, found.term_T.detach()), found.cut_T)
+
+
+class OwnMean(GRPO):
+    """Divides by the tokens of the part that it happens to see."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        found = super().surrogate(batch, logprob_T, old_T)
+        return Surrogate(found.term_T / max(len(logprob_T), 1), found.cut_T)
+
+
+class WhitensItsPart(GRPO):
+    """Centres advantages inside the loss, over one micro-batch."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        assert batch.advantage_T is not None
+        centred_T = batch.advantage_T - (batch.advantage_T.mean() if len(logprob_T) else 0)
+        return super().surrogate(batch.replace(advantage_T=centred_T), logprob_T, old_T)
+
+
+class Unbounded(GRPO):
+    """A ratio that is exponentiated as it is."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        assert batch.advantage_T is not None
+        return Surrogate(-(logprob_T - old_T).exp() * batch.advantage_T, batch.mask_T & False)
+
+
+class WritesOver(GRPO):
+    """Adds the advantages to the recorded rewards in place."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        batch = super().advantages(batch)
+        batch.reward_N.sub_(batch.reward_N.mean())
+        return batch
+
+
+class Dropout(GRPO):
+    """A global generator's state decides."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        found = super().surrogate(batch, logprob_T, old_T)
+        return Surrogate(found.term_T * (1 + random.random()), found.cut_T)
+
+
+class SkipsTooMuch(GRPO):
+    """Promises zero terms without an advantage, and pulls at the entropy all the same."""
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        found = super().loss(batch, outputs)
+        assert outputs.entropy_T is not None
+        return Loss([*found.terms, self.term(-outputs.entropy_T, 0.1)], found.metrics, found.peaks)
+
+
+class LooksAtMasked(GRPO):
+    """Its baseline counts what is masked."""
+
+    def estimate(self, batch: Batch, version: int = 0) -> Batch:
+        found = super().estimate(batch, version)
+        assert found.advantage_T is not None
+        return found.replace(advantage_T=found.advantage_T + batch.token_T.float().mean())
+
+
+class KeepsRejected(GRPO):
+    """Rejected samples stay in the baseline."""
+
+    def estimate(self, batch: Batch, version: int = 0) -> Batch:
+        whole = GRPO(self.config.model_copy(update={"truncated": "train"})).estimate(batch, version)
+        if self.config.truncated == "reject":
+            whole = whole.replace(mask_T=whole.mask_T & ~whole.truncated_N[whole.row_T])
+        return whole
+
+
+class NoDefinition(GRPO):
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        found = super().loss(batch, outputs)
+        return Loss(found.terms, {**found.metrics, "surprise": -outputs.logprob_T.detach()}, found.peaks)  # type: ignore[operator]
+
+
+class Scalar(GRPO):
+    """Averages by itself, and hands over one number."""
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        found = super().loss(batch, outputs)
+        return Loss([self.term(found.terms[0].term_T.mean())], found.metrics, found.peaks)
+
+
+class FirstTokenOnly(GRPO):
+    """An index that is one too small where a row is empty."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        found = super().surrogate(batch, logprob_T, old_T)
+        first_T = torch.zeros(len(logprob_T)).index_fill(0, batch.offset_N1[:-1], 1.0)
+        return Surrogate(found.term_T * first_T, found.cut_T)
+
+
+class Crowded(Importance, GroupRelative):
+    """Scales advantages by the size of the batch that it sees."""
+
+    Config = GRPOConfig
+    config: GRPOConfig
+
+    def advantages(self, batch: Batch) -> Batch:
+        batch = super().advantages(batch)
+        assert batch.advantage_T is not None
+        return batch.replace(advantage_T=batch.advantage_T * len(batch))
+
+
+class Leaky(GRPO):
+    """Selects the largest ratios of the micro-batch instead of the mini-batch."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        assert batch.advantage_T is not None
+        ratio_T = ratio(logprob_T, old_T)
+        keep_T = ratio_T <= ratio_T.detach().median() if len(ratio_T) else ratio_T > 0
+        return Surrogate(-ratio_T * batch.advantage_T * keep_T, ~keep_T)
+
+
+PLANTED: list[tuple[type[Any], str]] = [
+    (NeighboursAreTheGroup, "identity"),
+    (TrajectoriesAreSamples, "counted_once"),
+    (BareDeviation, "equal_groups"),
+    (SmallFloor, "tiny_spread"),
+    (WholeBatchIsTheGroup, "apart"),
+    (WorseIsBetter, "order"),
+    (Ascends, "direction"),
+    (Forgetful, "direction"),
+    (OwnMean, "split"),
+    (WhitensItsPart, "split"),
+    (Unbounded, "finite"),
+    (WritesOver, "repeatable"),
+    (Dropout, "repeatable"),
+    (SkipsTooMuch, "skipping"),
+    (LooksAtMasked, "masked"),
+    (KeepsRejected, "rejected"),
+    (NoDefinition, "defined"),
+    (Scalar, "split"),
+    (FirstTokenOnly, "direction"),
+    (Crowded, "apart"),
+    (Leaky, "split"),
+]
+
+
+@pytest.mark.parametrize(("planted", "law"), PLANTED, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_planted_bug_breaks_the_law_that_it_should(planted: type[Any], law: str) -> None:
+    broken = {v.law.name: v.broken for v in verdicts(planted()) if v.broken is not None}
+    assert law in broken
+    assert "group 0: p" in broken[law]
+
+
+def test_an_example_is_the_least_of_its_kind() -> None:
+    [seen] = [v.broken for v in verdicts(WorseIsBetter()) if v.law.name == "order"]
+    assert seen == (
+        "the better answer has the advantage -0.7071, the worse one 0.7071\n"
+        "  with\n"
+        "    group 0: ps earns 1 | ps earns 0\n"
+        "    log-probs 0 nats apart (seed 0)"
+    )
+
+
+def test_every_law_is_broken_by_something() -> None:
+    known = {law for _, law in PLANTED} | {"no_signal", "degenerate", "shift", "scale"}
+    assert {law.name for law in LAWS} == known
+
+
+class Drifts(Estimator):
+    """Pulls also where no advantage is, depends on the absolute reward, and fails on a group of one."""
+
+    Config = GRPOConfig
+    config: GRPOConfig
+    partner = "importance"
+    on_shift = "same"
+    on_scale = "linear"
+
+    def advantages(self, batch: Batch) -> Batch:
+        if len(batch) == 1:
+            raise IndexError("a group of one")
+        return batch.replace(advantage_T=batch.reward_N.square().float()[batch.row_T])
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        found = super().loss(batch, outputs)
+        assert outputs.logprob_T is not None
+        return Loss([*found.terms, self.term(outputs.logprob_T)], found.metrics, found.peaks)
+
+
+def test_what_is_declared_is_held_to() -> None:
+    broken = {v.law.name for v in verdicts(Drifts.joined()()) if v.broken is not None}  # type: ignore[operator]
+    assert {"no_signal", "degenerate", "shift", "scale"} <= broken
+
+
+def test_the_fixture_names_the_law_and_the_least_example(check_algorithm: Callable[[Any], None]) -> None:
+    check_algorithm(GRPO())
+    with pytest.raises(TrainingError, match=r"Ascends breaks \d of the laws(.|\n)*direction:(.|\n)*group 0: ps earns"):
+        check_algorithm(Ascends())
+
+
+def test_a_baseline_sample_is_drawn_where_the_algorithm_asks_for_one() -> None:
+    class Jealous(Clip, Estimator):
+        Config = GRPOConfig
+        config: GRPOConfig
+        seen = 0
+
+        def requests(self, prompt: Prompt) -> list[Request]:
+            return algorithm_of("remax").requests(prompt)
+
+        def advantages(self, batch: Batch) -> Batch:
+            type(self).seen += int(batch.baseline_N.sum())
+            return batch.replace(advantage_T=batch.reward_N.float()[batch.row_T])
+
+    list(verdicts(Jealous(), examples=3))
+    assert Jealous.seen > 0
+
+
+# ---------------------------------------------------------------------- the command
+
+MINE = """
+from treadle.algorithms.grpo import GRPO
+
+class Mine(GRPO):
+    def advantages(self, batch):
+        batch = super().advantages(batch)
+        return batch.replace(advantage_T=batch.advantage_T{change})
+"""
+
+
+@pytest.mark.parametrize(("change", "code"), [("", 0), (" * -1", 1), (".nope()", 1)])
+def test_the_command_checks_a_class_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, code: int
+) -> None:
+    name = f"mine_{code}_{len(change)}"
+    (tmp_path / f"{name}.py").write_text(MINE.format(change=change))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["check", f"{name}:Mine", "clip_high=0.3", "--examples", "5"])
+    assert result.exit_code == code, result.output
+    assert "ok finite" in result.output if code == 0 else "✗" in result.output
+    if change == ".nope()":
+        assert "'Tensor' object has no attribute 'nope'" in result.output
+        assert f"{name}.py:7" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "there is no 'nothing' in treadle.algorithms"),
+        (["rloo+opo"], "both say what the advantages are"),
+        (["grpo", "clip_hihg=1"], "did you mean algorithm.clip_high"),
+        (["gmpo+critic"], "each token an advantage of its own"),
+    ],
+)
+def test_the_command_refuses_what_is_no_algorithm(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["check", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
