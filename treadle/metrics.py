@@ -121,6 +121,25 @@ OURS: tuple[Metric, ...] = (
     Metric("discrepancy/max", "nats", "the largest of these", "max"),
     Metric("discrepancy/kl", "nats", "k3 estimate of KL(π_sampler ‖ π_trainer) over the same tokens"),
     Metric("discrepancy/correlation", "1", "Pearson's correlation of the two log-probs over the same tokens"),
+    Metric(
+        "discrepancy/kl_reverse",
+        "nats",
+        "estimate r·log r - r + 1 of KL(π_trainer ‖ π_sampler) over the same tokens, r = π_trainer / π_sampler",
+    ),
+    Metric("discrepancy/chi2", "1", "estimate (r - 1)² of the χ² divergence of π_trainer from π_sampler, by token"),
+    Metric("discrepancy/chi2_sequence", "1", "the same with r of whole trajectories", "sequence"),
+    Metric("discrepancy/perplexity_trainer", "1", "exp of the mean of -log π_trainer over the same tokens", "step"),
+    Metric("discrepancy/perplexity_sampler", "1", "exp of the mean of -log π_sampler over them", "step"),
+    Metric(
+        "discrepancy/effective_share",
+        "share",
+        "effective sample size (Σ r)² / Σ r² of the same tokens over their number: 1 where all ratios are equal",
+        "step",
+    ),
+    Metric(
+        "correction/rejected_tokens", "share", "sampled tokens that no loss counts: `correction`, `truncated=reject`"
+    ),
+    Metric("correction/rejected", "share", "trajectories of which no token is left by that", "sequence"),
     Metric("publish/probe_gap", "nats", "largest difference of the two log-probs on the probe after a publish", "max"),
     # what a training engine says of each role; role: policy, critic
     Metric("{role}/loss", "1", "the loss, normalised over the mini-batch", "update"),

@@ -64,6 +64,7 @@ def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statis
         "staleness/max": Max(int(age.max()) if age.size else 0),
         **_advantages(batch),
         **_discrepancy(batch),
+        **_rejected(batch),
     }
 
 
@@ -143,20 +144,45 @@ def _discrepancy(batch: Batch) -> Statistics:
         return {}
     trainer_T = batch.old_logprob_T[batch.mask_T].double().numpy(force=True)
     sampler_T = batch.sampling_logprob_T[batch.mask_T].double().numpy(force=True)
+    row_T = batch.row_T[batch.mask_T].numpy(force=True)
     seen = ~np.isnan(trainer_T)
-    trainer_T, sampler_T = trainer_T[seen], sampler_T[seen]
-    x_T = trainer_T - sampler_T
-    near_T = np.minimum(x_T, FAR)
+    trainer_T, sampler_T, row_T = trainer_T[seen], sampler_T[seen], row_T[seen]
+    x_T, tokens = trainer_T - sampler_T, trainer_T.size
+    near_T = np.clip(x_T, -FAR, FAR)
+    r_T = np.exp(near_T)
+    rows = np.unique(row_T)
+    r_N = np.exp(np.clip(np.bincount(row_T, x_T, len(batch)), -FAR, FAR))[rows]
     return {
-        "discrepancy/mean": Mean(float(np.abs(x_T).sum()), x_T.size),
+        "discrepancy/mean": Mean(float(np.abs(x_T).sum()), tokens),
         "discrepancy/max": Max(float(np.abs(x_T).max(initial=0.0))),
-        "discrepancy/kl": Mean(float((np.expm1(near_T) - near_T).sum()), x_T.size),
+        "discrepancy/kl": Mean(float((np.expm1(near_T) - near_T).sum()), tokens),
+        "discrepancy/kl_reverse": Mean(float((r_T * near_T - np.expm1(near_T)).sum()), tokens),
+        "discrepancy/chi2": Mean(float(np.square(r_T - 1).sum()), tokens),
+        "discrepancy/chi2_sequence": Mean(float(np.square(r_N - 1).sum()), rows.size),
+        "discrepancy/perplexity_trainer": Mean(_perplexity(trainer_T), float(tokens > 0)),
+        "discrepancy/perplexity_sampler": Mean(_perplexity(sampler_T), float(tokens > 0)),
+        "discrepancy/effective_share": Mean(float(r_T.sum() ** 2 / max(np.square(r_T).sum(), 1e-300)), tokens),
         "discrepancy/correlation": Correlation.of(trainer_T, sampler_T),
     }
 
 
+def _perplexity(logprob_T: np.ndarray) -> float:
+    return float(np.exp(min(-logprob_T.mean(), 700.0))) if logprob_T.size else 0.0
+
+
+def _rejected(batch: Batch) -> Statistics:
+    """What was sampled to train and is in no loss."""
+    ours_T = (batch.provenance_T == Provenance.SAMPLED) & ~batch.baseline_N[batch.row_T]
+    before_N, after_N = batch.sum_N(ours_T.long()), batch.trained_N
+    lost = int(((before_N > 0) & (after_N == 0)).sum())
+    return {
+        "correction/rejected_tokens": Mean(int(before_N.sum() - after_N.sum()), int(before_N.sum())),
+        "correction/rejected": Mean(lost, int((before_N > 0).sum())),
+    }
+
+
 FAR = 20.0
-"""Nats. In the exponent of the KL estimate, log-probs further apart count as this far: it stays finite."""
+"""Nats. In an exponent, log-probs further apart count as this far: ratios and estimates of them stay finite."""
 
 
 # ---------------------------------------------------------------------- speed
@@ -181,6 +207,8 @@ def measure_speed(
     }
     statistics: dict[str, Statistic] = {}
     operations = {stage: speed.operations(work, passes) for stage, (work, passes) in stages.items()}
+    # A stage that did more than what was measured at the start shows that other work was in the way then.
+    speed.rate = max(speed.rate, *(operations[stage] / seconds[stage] for stage in stages if seconds[stage] > 0))
     for stage, (work, passes) in stages.items():
         took = seconds[stage]
         if not passes or took <= 0 or (stage == "generate" and overlap):
@@ -217,9 +245,10 @@ class Work:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Speed:
-    """What operations are counted by, and the rate (operations a second) that they are compared with."""
+    """What operations are counted by, and the rate (operations a second) that they are compared with: that of a large
+    matrix product at the start, or of the fastest stage since."""
 
     rate: float
     costs: Mapping[Role, Cost]
