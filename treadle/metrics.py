@@ -170,8 +170,9 @@ OURS: tuple[Metric, ...] = (
     Metric(
         "time/{stage}/matrix_share",
         "share",
-        "of the rate at which this machine multiplies large matrices (that measured at the start, or of the fastest "
-        "stage since) that the stage reached: multiplications that its distinct tokens need, a backward pass counted as two forward ones, nothing "
+        "of the rate at which this machine multiplies large matrices (measured at the start; the fastest stage's, if "
+        "that was more) that the stage reached: multiplications that its distinct tokens need, a backward pass counted "
+        "as two forward ones, nothing "
         "recomputed. Stages as above, and the whole step",
         "step",
     ),
