@@ -36,10 +36,10 @@ class InTurns(GRPO):
             self._turns.peak()
         return super().requests(prompt)
 
-    def estimate(self, batch: Batch) -> Batch:
+    def estimate(self, batch: Batch, version: int = 0) -> Batch:
         self._generation_bytes = self._turns.peak()
         self._middle = time.process_time()
-        return super().estimate(batch)
+        return super().estimate(batch, version)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         row = read_rows(self._metrics)[-1]
