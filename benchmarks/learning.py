@@ -1,15 +1,18 @@
 """Learning curves of a configuration over seeds: `python -m benchmarks.learning examples/quickstart.yaml 0 1 2`.
 
 Trains each seed into `runs/curves/NAME-SEED` (again: it goes on where it stopped), prints a table of held-out results
-before and after, and draws all curves into `docs/images/NAME.png`.
+before and after, and draws all curves into `docs/images/NAME.png`. With `--algorithm gspo`, given several times, one seed
+of each algorithm in the place of the configuration's own, drawn into `docs/images/algorithms.png`.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+import click
 
 import treadle
 from treadle.runs.metrics import read_rows
@@ -66,11 +69,23 @@ def draw(runs: list[Path], out: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    config, seeds = Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [0, 1, 2]
-    runs = [train(config, seed, ROOT / "runs" / "curves") for seed in seeds]
-    draw(runs, ROOT / "docs" / "images" / f"{config.stem}.png")
-    sys.stdout.write(table(runs) + "\n")
+def train_algorithm(config: Path, algorithm: str, into: Path) -> Path:
+    """Train with another algorithm, its defaults and groups of 8; the run directory."""
+    run = into / algorithm
+    treadle.train(config, overrides=[f"algorithm={{name: {algorithm}, group_size: 8}}", f"run.dir={run}"])
+    return run
+
+
+@click.command(help=__doc__)
+@click.argument("config", type=click.Path(path_type=Path, exists=True))
+@click.argument("seeds", nargs=-1, type=int)
+@click.option("--algorithm", "algorithms", multiple=True)
+def main(config: Path, seeds: Sequence[int], algorithms: Sequence[str]) -> None:
+    into = ROOT / "runs" / "curves"
+    runs = [train_algorithm(config, name, into / "algorithms") for name in algorithms]
+    runs = runs or [train(config, seed, into) for seed in seeds or (0, 1, 2)]
+    draw(runs, ROOT / "docs" / "images" / f"{'algorithms' if algorithms else config.stem}.png")
+    click.echo(table(runs))
 
 
 if __name__ == "__main__":
