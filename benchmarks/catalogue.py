@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import click
 
 import treadle
+from treadle.errors import TrainingError
 from treadle.runs.metrics import read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +40,10 @@ def learn(algorithm: str, seed: int, into: Path, model: Path = ROOT / "models" /
     overrides = [f"model={model}", f"run.dir={run}", f"seed={seed}", "run.trackers=[]", "trainer.dtype=float32"]
     # The example's own section is for GRPO, so it is taken whole.
     overrides += [f"algorithm={{name: {algorithm}, group_size: 8}}", *more]
-    treadle.train(ROOT / "examples" / "smoke.yaml", overrides=overrides)
+    # Under dynamic sampling a task that is solved ends the run: no group is left that says anything.
+    solved = suppress(TrainingError) if algorithm == "dapo" else nullcontext()
+    with solved:
+        treadle.train(ROOT / "examples" / "smoke.yaml", overrides=overrides)
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
     before, after = mean(rewards[:ENDS]), mean(rewards[-ENDS:])
     return {"algorithm": algorithm, "seed": seed, "before": round(before, 4), "after": round(after, 4)}

@@ -1,8 +1,8 @@
 """Learning curves of a configuration over seeds: `python -m benchmarks.learning examples/quickstart.yaml 0 1 2`.
 
 Trains each seed into `runs/curves/NAME-SEED` (again: it goes on where it stopped), prints a table of held-out results
-before and after, and draws all curves into `docs/images/NAME.png`. With `--algorithm gspo`, given several times, one seed
-of each algorithm in the place of the configuration's own, drawn into `docs/images/algorithms.png`.
+before and after, and draws all curves into `docs/images/NAME.png`. With `--algorithm gspo`, given several times, one
+seed of each algorithm in the place of the configuration's own, drawn into `docs/images/algorithms.png`.
 """
 
 from __future__ import annotations

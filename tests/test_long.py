@@ -10,6 +10,7 @@ from statistics import mean
 import pytest
 
 import treadle
+from benchmarks import catalogue
 from benchmarks.learning import gains, table, train
 from tests.runs import ROOT, books, command, finish, metrics, samples, settings, write
 
@@ -22,6 +23,13 @@ def test_the_quickstart_learns_on_held_out_problems(tmp_path: Path) -> None:
     report = table(runs)
     assert mean(gains(runs, "sampled")) >= 0.25, report
     assert mean(gains(runs, "greedy")) > 0, report
+
+
+@pytest.mark.parametrize("algorithm", catalogue.names())
+def test_every_algorithm_learns_the_byte_task(algorithm: str, tiny_model: Path, tmp_path: Path) -> None:
+    """From each of 3 seeds; chance is below .02, and nearly all reach 1."""
+    rows = [catalogue.learn(algorithm, seed, tmp_path, tiny_model) for seed in catalogue.SEEDS]
+    assert min(row["after"] - row["before"] for row in rows) > 0.3, rows
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
