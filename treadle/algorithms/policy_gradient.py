@@ -154,27 +154,36 @@ class PolicyGradient(Algorithm):
     # ------------------------------------------------------------------ before the update
 
     def estimate(self, batch: Batch, version: int = 0) -> Batch:
-        if self.config.correction.proximal == "interpolated":
+        config = self.config
+        if config.correction.proximal == "interpolated":
             batch = batch.replace(extras_T={**batch.extras_T, "age_T": version - batch.version_T})
-        if self.config.correction.needs_pass or self.config.truncated == "reject":
-            compact = batch.compact()
-            if self.config.correction.needs_pass:
-                compact = corrected(compact, self.config.correction)
-            if self.config.truncated == "reject":
-                compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
-            before_N, batch = batch.trained_N, batch.expanded(compact)
-            rejected_N = (before_N > 0) & (batch.trained_N == 0)
-            return self._estimated(batch, ~rejected_N)
-        return self._estimated(batch)
+        if config.overlong_share > 0:
+            batch = batch.replace(extras_N={**batch.extras_N, "overlong_N": self._overlong(batch)})
+        if not config.correction.needs_pass and config.truncated == "train":
+            return self._estimated(batch)
+        compact = batch.compact()
+        if config.correction.needs_pass:
+            compact = corrected(compact, config.correction)
+        if config.truncated == "reject":
+            compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
+        before_N, batch = batch.trained_N, batch.expanded(compact)
+        rejected_N = (_by_sample(batch, before_N, "sum") > 0) & (_by_sample(batch, batch.trained_N, "sum") == 0)
+        return self._estimated(batch, ~rejected_N)
 
     def _estimated(self, batch: Batch, keep_N: Tensor | None = None) -> Batch:
-        """Advantages of the rows to keep: what was rejected is in no baseline. It has no trained token left, either, so
-        tokens stay where they are."""
+        """Advantages of the rows to keep: a sample of which nothing is left is in no baseline. Its rows have no trained
+        token, so those of the others stay where they are."""
         compact = batch.compact()
         part = compact if keep_N is None or bool(keep_N.all()) else compact.select(keep_N.nonzero()[:, 0])
         found = self._checked(self.advantages(self._charged(part.replace(counts=None))), part)
         names = ("advantage_T", "return_T", "weight_T", "mask_T", "extras_T")
         return self._marked(batch.expanded(compact.replace(**{name: getattr(found, name) for name in names})))
+
+    def _overlong(self, batch: Batch) -> Tensor:
+        """What each row's sample loses for its length, that of its longest trajectory; float64 [N]."""
+        span = self.max_tokens * self.config.overlong_share
+        over_N = ((batch.trained_N.double() - self.max_tokens + span) / span).clamp(0, 1)
+        return self.config.overlong_penalty * _by_sample(batch, over_N, "amax")
 
     def _charged(self, batch: Batch) -> Batch:
         """With the rewards that advantages are made of; the recorded ones stay what they are."""
@@ -186,12 +195,9 @@ class PolicyGradient(Algorithm):
             reward_T = reward_T - price_T
             reward_N = reward_N - _by_sample(batch, batch.sum_N(price_T.double()), "sum")
         if config.overlong_share > 0:
-            span = self.max_tokens * config.overlong_share
-            over_N = (batch.length_N.double() - self.max_tokens + span) / span
-            price_N = config.overlong_penalty * _by_sample(batch, over_N.clamp(0, 1), "amax")
+            price_N, filled_N = batch.extras_N["overlong_N"], batch.length_N > 0
             reward_N = reward_N - price_N
-            last_M = batch.offset_N1[1:][batch.length_N > 0] - 1
-            reward_T = reward_T.index_add(0, last_M, -price_N[batch.length_N > 0].to(reward_T.dtype))
+            reward_T = reward_T.index_add(0, batch.offset_N1[1:][filled_N] - 1, -price_N[filled_N].to(reward_T.dtype))
         return batch.replace(reward_N=reward_N, reward_T=reward_T)
 
     # ------------------------------------------------------------------ the update
