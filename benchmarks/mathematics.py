@@ -86,7 +86,7 @@ def measure(name: str, sequences: int, length: int, group: int, out: Any) -> Non
         estimates.append(time.perf_counter() - start)
         peaks.append(peak())
         compact = done.compact()
-        logprob_T = (batch.old_logprob_T + 0.01).requires_grad_()
+        logprob_T = (compact.sampling_logprob_T - 0.005).requires_grad_()
         outputs = Outputs(logprob_T=logprob_T, entropy_T=torch.ones(len(logprob_T)))
         start = time.perf_counter()
         if algorithm.two_pass:
