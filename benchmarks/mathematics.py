@@ -3,8 +3,8 @@
 1,024 sequences of 8,192 sampled tokens, in groups of 8. For each algorithm: the seconds of everything that the
 controller does with such a batch (compacting it, correction, advantages, laying them back, marking rows without
 signal); those of the loss and its gradient, which the engine makes, a micro-batch at a time; and the controller's peak
-of additional memory over that of the batch. The bound is 1.2 s on two cores: 2 % of one forward pass of a 1.5 B model on
-an H100 at 40 % utilisation.
+of additional memory over that of the batch. The bound is 1.2 s on two cores: 2 % of one forward pass of a 1.5 B model
+on an H100 at 40 % utilisation.
 """
 
 from __future__ import annotations
