@@ -143,3 +143,19 @@ def test_configuration_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_loops_and_engines_know_no_algorithm_by_name() -> None:
+    """Outside its folder an algorithm is a name in a configuration's default, never in an expression."""
+    names = {p.stem for p in (PACKAGE / "algorithms").glob("*.py")} - {"base", "critic", "clip", "metrics", "gae"}
+    names |= {"GRPO", "PPO", "ReMax", "Critic"}
+    allowed = {("recipes.config", "grpo")}  # the default
+    for path in FILES:
+        inside = module_name(path).removeprefix("treadle.")
+        if unit(module_name(path)) in {"recipes", "engines", "rollout", "workers", "controller", "runs", "runtime"}:
+            for node in ast.walk(ast.parse(path.read_text())):
+                found = (
+                    node.value if isinstance(node, ast.Constant) else getattr(node, "id", getattr(node, "attr", None))
+                )
+                if found in names - {"aggregate", "advantages", "ratio", "kl", "correction", "importance", "clipping"}:
+                    assert (inside, found) in allowed, f"{inside} knows {found!r}"

@@ -105,7 +105,7 @@ class RLConfig(Config):
     rollout: EmbeddedConfig = key("the engine that generates", default=EmbeddedConfig)
     trainer: TorchConfig = key("the engine that trains the policy", default=TorchConfig)
     reference: ModelConfig = key("the frozen policy that a KL term compares with", default=ModelConfig)
-    critic: CriticConfig = key("the model that predicts returns (ppo)", default=CriticConfig)
+    critic: CriticConfig = key("the model that predicts returns, for algorithms with a critic", default=CriticConfig)
 
     @model_validator(mode="after")
     def _rules(self) -> RLConfig:
