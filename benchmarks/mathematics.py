@@ -22,7 +22,7 @@ import torch
 
 from treadle.algorithms.base import Algorithm
 from treadle.batch import Batch
-from treadle.contract.check import algorithm_of
+from treadle.contract.target import algorithm_of
 from treadle.handles import Outputs
 
 ROUNDS = 3

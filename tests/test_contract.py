@@ -21,8 +21,9 @@ from treadle.algorithms.ratio import ratio
 from treadle.batch import Batch
 from treadle.cli import main
 from treadle.config.plugins import Plugin
-from treadle.contract.check import algorithm_of, check, verdicts
+from treadle.contract.check import check, verdicts
 from treadle.contract.laws import LAWS
+from treadle.contract.target import algorithm_of
 from treadle.errors import TrainingError
 from treadle.handles import Loss, Outputs
 from treadle.types import Prompt, Request

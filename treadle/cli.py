@@ -162,15 +162,17 @@ def check_command(algorithm: str, overrides: tuple[str, ...], examples: int) -> 
     `treadle check my_module:MyAlgorithm clip_high=0.3`, or a name of ours, as `gspo+rloo`. A law that is broken is
     shown with the smallest example of it that was found.
     """
+    from treadle.contract.target import algorithm_of
+
+    chosen = algorithm_of(algorithm, overrides)
     try:
-        from treadle.contract.check import algorithm_of
+        from treadle.contract.report import report
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed, and `treadle check` needs it: pip install 'treadle[check]'"
         ) from error
-    from treadle.contract.report import report
 
-    if not report(algorithm_of(algorithm, overrides), examples):
+    if not report(chosen, examples):
         sys.exit(1)
 
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from treadle.algorithms.base import Algorithm, AlgorithmConfig
-from treadle.config import Config, key
-from treadle.config.load import load
-from treadle.config.plugins import plugin, plugin_class
+from treadle.algorithms.base import Algorithm
 from treadle.contract.laws import LAWS, Broken, Law
 from treadle.errors import TrainingError
 
 EXAMPLES = 60
-
-
-class _Section(Config):
-    algorithm: Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")] = key("what is checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +23,6 @@ class Verdict:
     law: Law
     broken: str | None = None  # what was seen, and the least case in which it was
     applies: bool = True
-
-
-def algorithm_of(name: str, overrides: Sequence[str] = ()) -> Algorithm:
-    """`gspo+rloo`, `my_module:MyAlgorithm`; overrides as `clip_high=0.3`. Raises ConfigError."""
-    config = load(_Section, None, [f"algorithm.name={name}", *(f"algorithm.{o}" for o in overrides)]).algorithm
-    return plugin_class(name, "treadle.algorithms")(config)
 
 
 def verdicts(algorithm: Algorithm, examples: int = EXAMPLES) -> Iterator[Verdict]:
