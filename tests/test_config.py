@@ -151,7 +151,7 @@ def test_an_override_of_an_aliased_section_leaves_the_other_alone(tmp_path: Path
         ("algorithm.name=nowhere.at:All", ["no module named 'nowhere'"]),
         ("algorithm.name=a b:c", ["not of the form"]),
         ("algorithm.name=7", ["algorithm.name", "missing or not text"]),
-        ("other={group_size: 2}", ["other.name", "missing", "grpo, ppo"]),
+        ("other={group_size: 2}", ["other.name", "missing", "cispo, clip", "my.module:Name"]),
         ("algorithm.group_size=1", ["group_size is 1"]),
         ("seed", ["not an override", "key=value"]),
         ("=1", ["not an override"]),
@@ -166,6 +166,44 @@ def test_a_mistake_names_the_key_and_what_is_allowed(override: str, words: list[
         assert word in message
     assert "pydantic" not in message
     assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gspo+", ["'gspo+': there is a name missing beside a +", "e.g. gspo+rloo"]),
+        ("+", ["there is a name missing beside a +"]),
+        ("gspo++rloo", ["there is a name missing beside a +"]),
+        ("gspo+nothing", ["there is no 'nothing' in treadle.algorithms"]),
+        ("gspo + rloo", ["there is no 'gspo '", "did you mean gspo?"]),
+        ("rloo+grpo", ["RLOO and GRPO both say what the advantages are; name one of them"]),
+        ("gspo+cispo", ["GSPO and CISPO both say what an advantage does to the policy"]),
+        ("gspo+rloo+opo", ["RLOO and OPO both say what the advantages are"]),
+        (
+            "gmpo+critic",
+            ["gmpo has one term for a whole answer", "gmpo+critic gives each token an advantage of its own"],
+        ),
+        ("smoke.py:Thing+rloo", ["no module named 'smoke'", "a module is named without .py"]),
+        ("rloo+rloo", ["RLOO and RLOO both say what the advantages are"]),
+        ("os:system+rloo", ["os:system cannot be joined by +", "treadle.algorithms"]),
+        ("rloo+os:environ", ["os:environ cannot be joined by +"]),
+        ("treadle.config:Config+rloo", ["treadle.config:Config cannot be joined by +"]),
+        ("treadle.algorithms.base:Algorithm+rloo", ["Algorithm is no half of an algorithm"]),
+        ("treadle.algorithms.policy_gradient:Estimator+gspo", ["Estimator is no half of an algorithm"]),
+    ],
+)
+def test_halves_that_do_not_go_together_are_one_readable_line(name: str, words: list[str]) -> None:
+    message = mistake(f"algorithm={{name: '{name}'}}")
+    assert message.startswith("algorithm")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert len(message) < 450
+
+
+def test_other_sections_have_no_halves() -> None:
+    with pytest.raises(ConfigError, match=r"jsonl cannot be joined by \+: it is no half of what treadle.data holds"):
+        plugin_class("jsonl+csv", "treadle.data")
 
 
 def test_several_mistakes_are_listed_together() -> None:
@@ -320,6 +358,29 @@ def test_a_users_module_that_fails_to_import(
     assert "users_broken cannot be imported" in message
     assert words in message
     assert f"users_broken.py:{source.count(chr(10))}" in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x: NotDefined = key('…', default=1)",
+        "x: int = key('…', default=1, pattern='[')",
+    ],
+)
+def test_a_users_config_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Models are built when they are first used; what is wrong with one is told then."""
+    (tmp_path / "users_faulty.py").write_text(
+        "from __future__ import annotations\nfrom pathlib import Path\n"
+        "from treadle.algorithms.base import Algorithm, AlgorithmConfig\nfrom treadle.config import key\n"
+        f"class MineConfig(AlgorithmConfig):\n    {line}\n"
+        "class Mine(Algorithm):\n    Config = MineConfig\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "users_faulty", raising=False)
+    message = mistake("algorithm.name=users_faulty:Mine")
+    assert message.startswith("algorithm.name: ")
+    assert "users_faulty" in message
+    assert "\n" not in message
 
 
 def test_an_instance_from_python_is_taken_as_it_is() -> None:

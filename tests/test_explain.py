@@ -10,9 +10,10 @@ import pytest
 
 from tests.runs import ROOT, finish
 from treadle.algorithms.base import AlgorithmConfig
-from treadle.config import Config, key, plugin
+from treadle.config import Config, config_class, key, plugin
 from treadle.config.explain import explain, overview
-from treadle.config.keys import find, tree
+from treadle.config.keys import Inside, find, keys, tree
+from treadle.config.plugins import Plugin, available
 from treadle.errors import ConfigError
 from treadle.recipes.config import RLConfig
 
@@ -66,8 +67,13 @@ def test_readers_are_told_from_other_things_of_the_same_name(told: dict[str, str
     assert "types.py" not in told["evaluation.temperature"]  # a trajectory has one, too
     assert readers(told["evaluation.temperature"]) != readers(told["sampling.temperature"])
     assert "engines/torch/optimizer.py" in told["critic.trainer.learning_rate"]
-    assert "algorithms/ppo.py" in told["algorithm.clip_low"]
-    assert "algorithms/grpo.py" not in told["algorithm.gamma"]
+    files = ("clip.py", "gspo.py", "cispo.py", "gmpo.py")  # of the halves that read it, not of what is made of them
+    assert {place.partition(":")[0] for place in readers(told["algorithm.clip_low"])} == {
+        f"treadle/algorithms/{file}" for file in files
+    }
+    assert "algorithms/clip.py" not in told["algorithm.gamma"]
+    assert "algorithms/correction.py" in told["algorithm.correction.weight_high"]
+    assert not any("joining.py" in text for text in told.values())
     assert "data/mixture.py" in told["data.train.sources.*.weight"]  # read in a loop
     assert "runs/recorder.py" in told["run.trackers[].metrics"]  # read through a property
 
@@ -75,20 +81,27 @@ def test_readers_are_told_from_other_things_of_the_same_name(told: dict[str, str
 def test_a_key_that_several_names_bring() -> None:
     text = explain(RLConfig, "algorithm.group_size")
     assert "a whole number ≥ 1 and ≤ 65536" in text
-    assert re.search(r"default  8 \(.*ppo: 1", text)
-    only = explain(RLConfig, "algorithm.gamma")
-    assert "with     name: ppo" in only
-    estimator = explain(RLConfig, "algorithm.kl_estimator")
-    assert "name: ppo" in estimator.split("name: grpo")[1]  # they mean different things: one block each
-    assert re.search(r"allowed  grpo, .*ppo.*, or your own my\.module:Class", explain(RLConfig, "algorithm.name"))
+    assert "default  8 (critic, ppo, reinforce_plus_plus: 1)" in text
+    assert "with     name: all but remax\n" in text
+    greedy = text.split("beside the greedy one")[1]  # means something else: a block of its own
+    assert "name: remax" in greedy
+    assert "with     name: critic (and with it ppo), reinforce_plus_plus" in explain(RLConfig, "algorithm.gamma")
+    assert re.search(r"k3\+ \(.*grpo: k3;", explain(RLConfig, "algorithm.kl_estimator"))  # what most have comes first
+    names = " ".join(explain(RLConfig, "algorithm.name").split())
+    assert re.search(r"allowed grpo, .*ppo.*, two halves joined by \+, or your own my\.module:Class", names)
     assert "default  1e-05" in explain(RLConfig, "critic.trainer.learning_rate")
     assert "default  1e-06" in explain(RLConfig, "trainer.learning_rate")
 
 
 def test_a_section_shows_who_may_be_chosen_and_its_keys() -> None:
     text = explain(RLConfig, "algorithm", 80)
-    assert re.search(r"^  name: grpo +GRPO: group relative policy optimization", text, re.MULTILINE)
-    assert re.search(r"^  gamma +1\.0 +ppo: discount per token$", text, re.MULTILINE)
+    assert re.search(r"^  name: grpo +whole +GRPO: group relative", text, re.MULTILINE)
+    wide = explain(RLConfig, "algorithm", 120)
+    assert re.search(r"^  name: rloo +estimator  RLOO: REINFORCE with a leave-one-out baseline$", wide, re.MULTILINE)
+    assert re.search(r"^  gamma +1\.0 +critic, reinforce_plus_plus: discount", text, re.MULTILINE)
+    assert re.search(
+        r"^  share .*clip_cov: tokens drawn.*; kl_cov: ", explain(RLConfig, "algorithm", 200), re.MULTILINE
+    )
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"^  temperature +1\.0 +divides the logits$", explain(RLConfig, "sampling"), re.MULTILINE)
 
@@ -140,6 +153,27 @@ def test_items_of_lists_mappings_and_unions() -> None:
     assert "keys as in items" not in overview(Nested)
 
 
+@pytest.mark.parametrize("name", available("treadle.algorithms", r"^    Config = "))
+def test_the_keys_of_halves_are_those_of_what_is_joined_of_them(name: str) -> None:
+    """They are found without joining anything, which would take too long."""
+    told = {key.name: key for key in keys(Inside("", Plugin("treadle.algorithms").choices()[name].models, name))}
+    joined = config_class(name, "treadle.algorithms")
+    assert set(told) == set(joined.model_fields)
+    for each, field in joined.model_fields.items():
+        if each != "name":
+            assert told[each].field.get_default(call_default_factory=True) == field.get_default(
+                call_default_factory=True
+            ), each
+        assert (told[each].field.annotation, told[each].field.metadata) == (field.annotation, field.metadata)
+
+
+def test_the_longest_answer_about_a_key_fits_a_screen(told: dict[str, str]) -> None:
+    for path, text in told.items():
+        if not any(key.section for key in find(RLConfig, path)):
+            assert len(text.splitlines()) <= 30, path
+            assert max(map(len, text.splitlines())) <= 120, path
+
+
 def test_what_may_hold_itself_is_told_once() -> None:
     class Tree(Config):
         left: Tree | None = key("the same again", default=None)
@@ -155,7 +189,7 @@ def test_a_section_that_is_left_out_is_as_its_keys_say() -> None:
 
     def sections(config: type[Config]) -> Iterator[tuple[str, Any, Any]]:
         for each in tree(config):
-            models = [inside.model for inside in each.inside() if inside.place == "" and inside.plugin is None]
+            models = [inside.models[0] for inside in each.inside() if inside.place == "" and inside.plugin is None]
             if models and not each.required and each.default is not None:
                 yield each.path, each.field.get_default(call_default_factory=True), models[0]()
 

@@ -128,6 +128,16 @@ names = st.sampled_from(
             "treadle.errors:ConfigError",
         ),
         *(
+            "gspo+rloo",
+            "rloo+gspo",
+            "gspo+",
+            "+",
+            "rloo+grpo",
+            "gmpo+critic",
+            "cispo+os:environ",
+            "jsonl+csv",
+        ),
+        *(
             "treadle.config:Config",
             "os:environ.copy",
             "Ünï:Köde",
@@ -294,7 +304,9 @@ STRICTER = "|".join(
         "has no `Config`|no module named|has no '|cannot be imported|is not of the form",  # a class of one's own
         "the weight of",
         "names of your choice",  # the letters of a source's name
-        "GRPO compares|kl_estimator is k1|kl_target adapts|algorithm.minibatches=|critic_warmup_steps=",  # between keys
+        "is no half of|cannot be joined by|does not say what|both say what",  # of two halves, one of one's own
+        "compares the samples|kl_estimator is k1|kl_target adapts|algorithm.minibatches=|critic_warmup_steps=",
+        "one term for a whole answer|is more than group_size|weight corrects|reject and normalize|normalize divides",
     ]
 )
 """Reasons for which the loader refuses what the schema takes: rules between keys, and what JSON Schema cannot say."""

@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic.json_schema import models_json_schema
 
 from tests.language_server import LanguageServer, install
 from tests.runs import ROOT, finish
-from treadle.config import Config, dump, key, plugin
-from treadle.config.keys import tree
+from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
+from treadle.config import Config, config_class, dump, key, plugin
+from treadle.config.json_types import model_schema
+from treadle.config.keys import owners, tree
 from treadle.config.schema import schema
 from treadle.config.yaml_text import from_file, from_text
 from treadle.data.source import SourceConfig
@@ -27,6 +30,19 @@ BASE = {
     "data": {"train": {"name": "jsonl", "path": "p"}},
     "reward": "number",
 }
+
+
+class OwnConfig(PolicyGradientConfig):
+    sharpness: float = key("how sharp", default=1.0)
+
+
+class Own(Objective):
+    """A half of the user's."""
+
+    Config = OwnConfig
+
+    def surrogate(self, batch: Any, logprob_T: Any, old_T: Any) -> Surrogate:
+        return Surrogate(-logprob_T, batch.mask_T & False)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +76,14 @@ def test_every_shipped_configuration_is_taken(path: Path, validator: Draft202012
         {"data": {**BASE["data"], "evaluation": None}},
         {"data": {**BASE["data"], "evaluation": {"name": "jsonl", "path": "x"}}},
         {"critic": {"trainer": {"dtype": "float32"}}},
+        {"algorithm": {"name": "gspo+rloo", "level": "token", "aggregate": "constant", "clip_low": 1e-3}},
+        {"algorithm": {"name": "rloo+gspo"}},
+        {"algorithm": {"name": "clip_cov+gdpo", "cov_low": 0.5, "dual_clip": 3, "part_weights": {"math": 2}}},
+        {"algorithm": {"name": "pass_at_k+cispo", "k": 2, "correction": {"weight": "token"}}},
+        {"algorithm": {"name": "gspo", "scale": "none"}},
+        {"algorithm": {"name": "dr_grpo", "dual_clip": 2}},
+        {"algorithm": {"name": "tests.test_schema:Own+rloo", "sharpness": 2.0}},
+        {"algorithm": {"name": "rloo+tests.test_schema:Own", "sharpness": 2.0}},
     ],
 )
 def test_what_the_program_takes_is_taken(change: dict[str, Any], validator: Draft202012Validator) -> None:
@@ -92,6 +116,21 @@ def test_what_the_program_takes_is_taken(change: dict[str, Any], validator: Draf
         ({"algorithm": {"name": "my.module"}}, "algorithm.name"),
         ({"algorithm": {"name": "ppo", "gamma": 2}}, "algorithm.gamma"),
         ({"algorithm": "ppo"}, "algorithm"),
+        ({"algorithm": {"name": "gspo+"}}, "algorithm.name"),
+        ({"algorithm": {"name": "+"}}, "algorithm.name"),
+        ({"algorithm": {"name": "+rloo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "gspo+nothing"}}, "algorithm.name"),
+        ({"algorithm": {"name": "gspo+cispo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "rloo+opo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "rloo+grpo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "gspo+rloo+opo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "gspo+rloo", "clip_loww": 1}}, "clip_loww"),
+        ({"algorithm": {"name": "gspo+rloo", "clip_low": 2}}, "algorithm.clip_low"),
+        ({"algorithm": {"name": "gspo+rloo", "scale": "std"}}, "scale"),
+        ({"algorithm": {"name": "gspo+rloo", "group_size": 0}}, "algorithm.group_size"),
+        ({"algorithm": {"name": "critic+cispo", "lam": 2}}, "algorithm.lam"),
+        ({"algorithm": {"name": "dr_grpo", "scale": "std"}}, "scale"),
+        ({"data": {"train": {"name": "jsonl+csv", "path": "p"}}}, "data.train"),
         ({"reward": "nmber"}, "reward"),
         ({"reward": {"functions": {}}}, "reward.functions"),
         ({"reward": {"functions": {"nmber": 1}}}, "reward.functions"),
@@ -113,6 +152,39 @@ def test_classes_and_functions_of_the_user_may_have_any_keys(validator: Draft202
     own |= {"data": {"train": {"name": "mine:Source", "rows": [1]}}}
     assert faults(validator, BASE | own) == []
     assert faults(validator, BASE | {"reward": {"functions": {"mine:reward": 1.0}}}) == []
+
+
+def test_a_joined_name_of_ours_has_the_keys_of_both_halves_to_complete(validator: Draft202012Validator) -> None:
+    section = validator.schema["$defs"]["treadle.algorithms:grpo"]  # type: ignore[index]
+    told = {
+        key
+        for case in section["allOf"]
+        if "pattern" in case["if"]["properties"]["name"]
+        and Draft202012Validator(case["if"]).is_valid({"name": "opo+clip_cov"})
+        for key in case["then"].get("properties", {})
+    }
+    assert told == {*config_class("clip_cov+opo", "treadle.algorithms").model_fields} - {"name"}
+
+
+def test_the_schema_of_every_model_is_the_one_that_pydantic_gives(validator: Draft202012Validator) -> None:
+    """Ours is made without building the models."""
+    models = list(dict.fromkeys([RLConfig, *(each.owner for each in tree(RLConfig))]))
+    refs, found = models_json_schema([(model, "validation") for model in models])
+
+    def place(model: type[Config]) -> str:
+        return refs[model, "validation"]["$ref"]
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, list):
+            return [plain(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        return {k: plain(v) for k, v in node.items() if not (k == "title" and isinstance(v, str))}
+
+    assert len(models) > 40
+    for model in models:
+        theirs = found["$defs"][place(model).rpartition("/")[2]]
+        assert plain(model_schema(owners((model,)), place, model)) == plain(theirs), model
 
 
 def test_every_key_has_its_meaning_range_and_default_to_hover(validator: Draft202012Validator) -> None:

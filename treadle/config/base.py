@@ -19,7 +19,9 @@ class Config(BaseModel):
     A rule between keys is a `@model_validator(mode="after")` that raises `ValueError` and names the keys.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, defer_build=True
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -22,7 +22,7 @@ class Inside(NamedTuple):
     """A model that may stand below a key."""
 
     place: str  # "" is the value itself; "[]" an item of the list, ".*" of the mapping that it is
-    model: type[Config]
+    models: tuple[type[Config], ...]  # several: the halves of a whole, the one first whose own defaults count
     choice: str | None = None  # the `name` that brings it
     plugin: Plugin | None = None  # who knows what other names there are
 
@@ -43,6 +43,16 @@ class Key:
     @property
     def field(self) -> FieldInfo:
         return self.owner.model_fields[self.name]
+
+    @property
+    def home(self) -> str | None:
+        """The choice that brings the key: others have it of that one, by inheritance or as its half. None: all have it,
+        or what they inherit it from cannot be chosen."""
+        if self.plugin is None:
+            return None
+        bases = [base for base in self.owner.__mro__ if self.name in annotated(base)]
+        module = bases[-1].__module__.removeprefix(f"{self.plugin.folder}.")
+        return module if module in self.plugin.choices() else None
 
     @property
     def required(self) -> bool:
@@ -67,8 +77,25 @@ class Key:
 
 def keys(inside: Inside, path: str = "") -> Iterator[Key]:
     """The keys of a model that stands below `path`."""
-    for name in inside.model.model_fields:
-        yield Key(f"{path}{inside.place}.{name}".lstrip("."), inside.model, inside.choice, inside.plugin)
+    for name, owner in owners(inside.models).items():
+        yield Key(f"{path}{inside.place}.{name}".lstrip("."), owner, inside.choice, inside.plugin)
+
+
+@cache
+def owners(models: tuple[type[Config], ...]) -> Mapping[str, type[Config]]:
+    """The keys that these models have together, and whose each is: what a half says itself goes before what another
+    inherits, as in the class that is joined of them."""
+    common = frozenset[type].intersection(*(frozenset(model.__mro__) for model in models))
+    found = dict.fromkeys(models[0].model_fields, models[0])
+    for model in reversed(models):
+        own = {name for base in model.__mro__ if base not in common for name in annotated(base)}
+        found |= {name: model for name in model.model_fields if len(models) == 1 or name in own}
+    return found
+
+
+def annotated(model: type) -> Mapping[str, Any]:
+    """What a class itself annotates, without what it inherits."""
+    return vars(model).get("__annotations__", {})
 
 
 def tree(root: type[Config]) -> Iterator[Key]:
@@ -81,7 +108,7 @@ def tree(root: type[Config]) -> Iterator[Key]:
             if inner.owner not in owners:
                 yield from walk(inner, owners)
 
-    for key in keys(Inside("", root)):
+    for key in keys(Inside("", (root,))):
         yield from walk(key, frozenset())
 
 
@@ -91,7 +118,7 @@ def find(root: type[Config], path: str) -> list[Key]:
     Raises ConfigError, which names the nearest key, where there is none.
     """
     parts = re.sub(r"\[\w*\]", "", path).split(".")
-    if found := list(_find(keys(Inside("", root)), parts)):
+    if found := list(_find(keys(Inside("", (root,))), parts)):
         return found
     known = list(dict.fromkeys(key.path for key in tree(root)))
     near = difflib.get_close_matches(path, known, 1, 0.8) or _alike(parts, known)
@@ -128,7 +155,7 @@ def _models(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Inside]:
     origin, args = get_origin(annotation), [a for a in get_args(annotation) if a is not ...]
     chosen = next((m for m in metadata if isinstance(m, Plugin)), None)
     if chosen is not None:
-        yield from (Inside("", model, name, chosen) for name, model in chosen.models().items())
+        yield from (Inside("", choice.models, name, chosen) for name, choice in chosen.choices().items())
     elif origin is Annotated:
         yield from _models(args[0], args[1:])
     elif origin in (Union, UnionType):
@@ -140,4 +167,4 @@ def _models(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Inside]:
     elif origin is dict:
         yield from (inside._replace(place=".*" + inside.place) for inside in _models(args[1]))
     elif isinstance(annotation, type) and issubclass(annotation, Config):
-        yield Inside("", annotation)
+        yield Inside("", (annotation,))

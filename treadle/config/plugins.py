@@ -14,12 +14,12 @@ import difflib
 import importlib
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -32,7 +32,21 @@ PLUGIN = "plugin"
 """Key that stands in a JSON Schema for what a plug-in's section may be."""
 
 _OFFERS_CONFIG = r"^class Config\(|^    Config = |^from treadle\.(?!config\b)\S+ import .*\bConfig\b"
-_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+OWN_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+"""Regular expression of `my.module:Name`."""
+
+_DOTTED = re.compile(OWN_NAME)
+
+
+class Choice(NamedTuple):
+    """What a name of ours brings."""
+
+    models: tuple[type[Config], ...]
+    """Its model; of two halves those of both, the one first whose own defaults count."""
+    own: type[Config]
+    """The model of the class that bears the name."""
+    kind: str = ""
+    """What half of a whole bears the name, as `halves` has it (the other is the usual one); "whole"; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +56,14 @@ class Plugin:
     folder: str
     default: str | None = None
 
-    def models(self) -> Mapping[str, type[Config]]:
-        """The model of each of ours, the default first."""
-        return _models(self)
+    def choices(self) -> Mapping[str, Choice]:
+        """What each of ours brings, the default first."""
+        return _choices(self)
+
+    @property
+    def joins(self) -> bool:
+        """Whether two of ours may be joined."""
+        return any(choice.kind for choice in self.choices().values())
 
     def _choose(self, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
@@ -52,7 +71,7 @@ class Plugin:
         name = value.get("name", self.default)
         try:
             if not isinstance(name, str):
-                raise ConfigError(f"missing or not text. {_choices(available(self.folder, _OFFERS_CONFIG))}")
+                raise ConfigError(f"missing or not text. {_there_are(available(self.folder, _OFFERS_CONFIG))}")
             model = config_class(name, self.folder)
         except ConfigError as error:
             raise PydanticCustomError(NAME_ERROR, "{text}", {"text": str(error)}) from error
@@ -71,14 +90,25 @@ class Plugin:
 
 
 @cache  # asked of every key, and each answer reads the folder
-def _models(plugin: Plugin) -> Mapping[str, type[Config]]:
+def _choices(plugin: Plugin) -> Mapping[str, Choice]:
     names = sorted(available(plugin.folder, _OFFERS_CONFIG), key=lambda name: name != plugin.default)
-    return {name: _config_of(_imported(f"{plugin.folder}.{name}"), name) for name in names}
+    return {name: _choice(_imported(f"{plugin.folder}.{name}"), name) for name in names}
+
+
+def _choice(module: ModuleType, name: str) -> Choice:
+    thing = module if "Config" in vars(module) else _only_class(module)
+    if not (isinstance(thing, type) and issubclass(thing, Joined)):
+        model = _config_of(thing, name)
+        return Choice((model,), model)
+    halves = {} if (whole := thing.joined()) is thing else whole.halves
+    kind = next((kind for kind, half in halves.items() if half is thing), "whole")
+    models = tuple(_config_of(half, name) for half in (halves.values() or [thing]))
+    return Choice(models, _config_of(thing, name), kind)
 
 
 def name_schema(folder: str, offers: str = _OFFERS_CONFIG) -> dict[str, Any]:
     """JSON Schema of a name: one of ours, or `my.module:Name`."""
-    return {"anyOf": [{"enum": available(folder, offers)}, {"type": "string", "pattern": f"^{_DOTTED.pattern}$"}]}
+    return {"anyOf": [{"enum": list(available(folder, offers))}, {"type": "string", "pattern": f"^{OWN_NAME}$"}]}
 
 
 def plugin(folder: str, default: str | None = None) -> Plugin:
@@ -89,6 +119,9 @@ def plugin(folder: str, default: str | None = None) -> Plugin:
 class Joined:
     """Base of classes that may be halves of a whole."""
 
+    halves: ClassVar[Mapping[str, type[Joined]]] = {}
+    """What a whole was joined of, by what is said of each; the half first whose own defaults count."""
+
     @classmethod
     def joined(cls, *others: type[Joined]) -> type[Joined]:
         """The whole made of these, and of what is missing; itself if it is whole. Raises ConfigError for what does not
@@ -97,17 +130,20 @@ class Joined:
 
 
 def config_class(name: str, folder: str) -> type[Config]:
-    """The model that reads the section of the plug-in `name`."""
-    if "+" in name:
-        return _config_of(plugin_class(name, folder), name)
-    return _config_of(resolve(name, folder, _OFFERS_CONFIG), name)
+    """The model that reads the section of the plug-in `name`. Raises ConfigError, too, where it cannot be built."""
+    thing = None if "+" in name else resolve(name, folder, _OFFERS_CONFIG)
+    # A module may have a `Config` of its own, so that the class, which is heavy, is not needed.
+    own = isinstance(thing, ModuleType) and "Config" in vars(thing)
+    model = _config_of(thing if own else plugin_class(name, folder), name)
+    try:
+        model.model_rebuild()
+    except Exception as error:  # an annotation that is no type, a bound that does not fit
+        reason = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        raise ConfigError(f"{name}: {model.__qualname__} is no configuration: {reason}") from error
+    return model
 
 
 def _config_of(thing: Any, name: str) -> type[Config]:
-    if isinstance(thing, ModuleType) and "Config" not in vars(thing):
-        thing = _only_class(thing)
-    if isinstance(thing, type) and issubclass(thing, Joined):
-        thing = thing.joined()
     model = getattr(thing, "Config", None)  # may be inherited
     if not (isinstance(model, type) and issubclass(model, Config)):
         raise ConfigError(f"{name} has no `Config` that is a treadle.config.Config, so it cannot be configured here")
@@ -117,12 +153,17 @@ def _config_of(thing: Any, name: str) -> type[Config]:
 def plugin_class(name: str, folder: str) -> Any:
     """The class itself: what `my.module:Class` names, or the one class of our module that has a `Config`; the whole of
     which these are halves."""
-    first, *others = (part_class(part, folder) for part in name.split("+"))
-    if isinstance(first, type) and issubclass(first, Joined):
-        return first.joined(*others)
-    if others:
-        raise ConfigError(f"{name!r}: {folder} has no halves that could be joined; give one name")
-    return first
+    parts = name.split("+")
+    if not all(parts):
+        raise ConfigError(f"{name!r}: there is a name missing beside a +; join two halves, e.g. gspo+rloo")
+    things = [part_class(part, folder) for part in parts]
+    halves = [thing for thing in things if isinstance(thing, type) and issubclass(thing, Joined)]
+    if len(halves) == len(things):
+        return halves[0].joined(*halves[1:])
+    if len(parts) > 1:
+        wrong = next(part for part, thing in zip(parts, things, strict=True) if thing not in halves)
+        raise ConfigError(f"{wrong} cannot be joined by +: it is no half of what {folder} holds; give one name")
+    return things[0]
 
 
 def part_class(name: str, folder: str) -> Any:
@@ -164,19 +205,20 @@ def check_name(name: str, folder: str, offers: str) -> None:
     module, dot, attribute = name.rpartition(".")
     if dot and _DOTTED.fullmatch(f"{module}:{attribute}"):
         raise ConfigError(f"there is no {name!r} in {folder}; did you mean {module}:{attribute} (a colon)?")
-    raise ConfigError(f"there is no {name!r} in {folder}: {_choices(names, name)}")
+    raise ConfigError(f"there is no {name!r} in {folder}: {_there_are(names, name)}")
 
 
-def available(folder: str, offers: str) -> list[str]:
+@cache  # the folder is ours, and asked about for every name
+def available(folder: str, offers: str) -> Sequence[str]:
     """Names of the modules in a folder of ours that have a line which matches; nothing is imported but the folder."""
     wanted = re.compile(offers, re.MULTILINE)
     root = Path(next(iter(importlib.import_module(folder).__path__)))
     files = {path.stem: path for path in root.glob("[a-z]*.py")}
     files |= {path.parent.name: path for path in root.glob("[a-z]*/__init__.py")}
-    return sorted(name for name, path in files.items() if wanted.search(path.read_text(encoding="utf-8")))
+    return tuple(sorted(name for name, path in files.items() if wanted.search(path.read_text(encoding="utf-8"))))
 
 
-def _choices(names: list[str], given: str = "") -> str:
+def _there_are(names: Sequence[str], given: str = "") -> str:
     near = difflib.get_close_matches(given, names, 1)
     return (f"did you mean {near[0]}? " if near else "") + f"There are {', '.join(names)}, or your own my.module:Name"
 
@@ -200,8 +242,9 @@ def _imported(module: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            hint = "; a module is named without .py" if module.endswith(".py") else ""
             raise ConfigError(
-                f"no module named {error.name!r} (looked for in the current directory and the installed packages)"
+                f"no module named {error.name!r} (looked for in the current directory and the installed packages){hint}"
             ) from error
         raise ConfigError(_failed(module, error)) from error
     except (Exception, SystemExit) as error:

@@ -10,10 +10,11 @@ A read is an attribute: `self.config.clip_low`. It is one of this key if what st
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from treadle.config.base import Config
@@ -25,30 +26,39 @@ def uses(path: str, models: Collection[type[Config]]) -> list[str]:
     """File and line of every read of the key at `path` of these models: `treadle/algorithms/grpo.py:74`."""
     *_, section, name = ["", *re.sub(r"\[\]|\.\*", "", path).split(".")]
     owners = {(m.__module__, m.__qualname__) for model in models for m in model.__mro__ if _has(m, name)}
-    files = [_File(file, file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))]
-    near = [file for file in files if any(module == file.module or module in file.text for module, _ in owners)]
-    holders = {section, *(accessor for file in near for accessor in _accessors(file, owners))} - {""}
+    modules = {module for module, _ in owners}
+    near = [file for file in _files() if file.module in modules or any(module in file.text for module in modules)]
+    named = re.compile(rf"\b({'|'.join({re.escape(owner) for _, owner in owners})})\b(?: as (\w+))?")
+    # Parsing takes time, and few files can have an accessor or a read.
+    holders = {section, *(a for file in near if _returns(file, named) for a in _accessors(file, owners))} - {""}
     called = re.compile(rf"\b({'|'.join(holders)})\.{name}\b" if holders else r"(?!)")
     found: list[str] = []
-    for file in files:
-        # Parsing takes time, and few files can have a read: those with a model, those that spell out holder and key.
+    for file in _files():
         if f".{name}" in file.text and (file in near or called.search(file.text)):
-            found += [f"{file.path.relative_to(PACKAGE.parent)}:{line}" for line in _lines(file, name, holders, owners)]
+            found += [f"{file.path}:{line}" for line in _lines(file, name, holders, owners)]
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _File:
-    path: Path
+    path: str  # from the package's parent folder on
     text: str
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(ast.parse(self.text)))
 
-    @property
+    @cached_property
     def module(self) -> str:
-        return ".".join(self.path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@cache
+def _files() -> Sequence[_File]:
+    """The package's source. It is read once: the program that asks does not change meanwhile."""
+    root = PACKAGE.parent
+    paths = sorted(f"{at}/{name}" for at, _, names in os.walk(PACKAGE) for name in names if name.endswith(".py"))
+    return [_File(os.path.relpath(path, root), Path(path).read_text(encoding="utf-8")) for path in paths]
 
 
 Owners = Collection[tuple[str, str]]
@@ -57,6 +67,12 @@ Owners = Collection[tuple[str, str]]
 
 def _has(model: type, name: str) -> bool:
     return issubclass(model, Config) and name in model.model_fields
+
+
+def _returns(file: _File, named: re.Pattern[str]) -> bool:
+    """Whether a file may have a function that returns one of the models so named."""
+    names = {match[2] or match[1] for match in named.finditer(file.text)}
+    return any(re.search(rf"-> .*\b{name}\b", file.text) for name in names)
 
 
 def _accessors(file: _File, owners: Owners) -> Iterator[str]:

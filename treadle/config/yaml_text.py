@@ -15,6 +15,7 @@ from treadle.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_WORD = re.compile("null|true|false", re.IGNORECASE)
 _RESOLVERS = {
     None: [  # None: whatever the first character
         (_TAG + "null", re.compile(r"(~|null|Null|NULL|)\Z")),
@@ -75,6 +76,8 @@ def to_line(data: Any) -> str:
         return str(data).lower().replace("none", "null")
     if isinstance(data, int | float) and math.isfinite(data):
         return repr(data)
+    if isinstance(data, str) and data.isidentifier() and not _WORD.fullmatch(data):  # needs no quotes
+        return data
     style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": math.inf}
     return yaml.dump(data, Dumper=_Dumper, **style).removesuffix("\n").removesuffix("\n...")
 
