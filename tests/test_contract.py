@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from treadle.algorithms.advantages import group_relative
+from treadle.algorithms.base import Algorithm
 from treadle.algorithms.clip import Clip
 from treadle.algorithms.group_relative import GroupRelative
 from treadle.algorithms.grpo import GRPO, GRPOConfig
@@ -245,6 +246,27 @@ class Crowded(Importance, GroupRelative):
         return batch.replace(advantage_T=batch.advantage_T * len(batch))
 
 
+class ClipsTheWrongSide(GRPO):
+    """Cuts what has moved against its advantage."""
+
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        assert batch.advantage_T is not None
+        ratio_T = ratio(logprob_T, old_T)
+        return Surrogate(-ratio_T.clamp(0.8, 1.2) * batch.advantage_T, batch.mask_T & False)
+
+
+class Plain(Algorithm):
+    """No promise is made, and the sign is wrong."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantage_T=batch.reward_N.float()[batch.row_T])
+
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        assert batch.advantage_T is not None
+        assert outputs.logprob_T is not None
+        return Loss([self.term(outputs.logprob_T * batch.advantage_T)])
+
+
 class Leaky(GRPO):
     """Selects the largest ratios of the micro-batch instead of the mini-batch."""
 
@@ -277,6 +299,8 @@ PLANTED: list[tuple[type[Any], str]] = [
     (FirstTokenOnly, "direction"),
     (Crowded, "apart"),
     (Leaky, "split"),
+    (ClipsTheWrongSide, "pulled_back"),
+    (Plain, "direction"),
 ]
 
 
@@ -290,9 +314,9 @@ def test_a_planted_bug_breaks_the_law_that_it_should(planted: type[Any], law: st
 def test_an_example_is_the_least_of_its_kind() -> None:
     [seen] = [v.broken for v in verdicts(WorseIsBetter()) if v.law.name == "order"]
     assert seen == (
-        "the better answer has the advantage -0.7071, the worse one 0.7071\n"
+        "the better answer has the advantage -2.041, a worse one 0.4082\n"
         "  with\n"
-        "    group 0: ps earns 1 | ps earns 0\n"
+        "    group 0: ps earns 1 | ps earns 0 | ps earns 0 | ps earns 0 | ps earns 0 | ps earns 0\n"
         "    log-probs 0 nats apart (seed 0)"
     )
 

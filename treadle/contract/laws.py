@@ -42,15 +42,18 @@ class Law:
     name: str
     says: str
     holds: Callable[[Algorithm, st.DataObject], None]
-    applies: Callable[[Algorithm], bool] = lambda _: True
+    applies: Callable[[Algorithm], bool]
+    unless: str  # why it may not apply
 
 
 LAWS: list[Law] = []
 
 
-def law(says: str, applies: Callable[[Algorithm], bool] = lambda _: True) -> Callable[..., Callable[..., None]]:
+def law(
+    says: str, applies: Callable[[Algorithm], bool] = lambda _: True, unless: str = ""
+) -> Callable[..., Callable[..., None]]:
     def keep(holds: Callable[[Algorithm, st.DataObject], None]) -> Callable[[Algorithm, st.DataObject], None]:
-        LAWS.append(Law(holds.__name__, says, holds, applies))
+        LAWS.append(Law(holds.__name__, says, holds, applies, unless))
         return holds
 
     return keep
@@ -217,7 +220,11 @@ def identity(algorithm: Algorithm, data: st.DataObject) -> None:
     same_update(other, one, case, f"with the rows in the order {order}")
 
 
-@law("a group's advantages do not depend on other groups", lambda a: not a.across_groups)
+@law(
+    "a group's advantages do not depend on other groups",
+    lambda a: not a.across_groups,
+    "it declares across_groups",
+)
 def apart(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     batch = case.batch()
@@ -229,7 +236,11 @@ def apart(algorithm: Algorithm, data: st.DataObject) -> None:
         same("advantages", _advantage(alone), _advantage(whole.select(rows)), case, why)
 
 
-@law("a group of equal rewards has advantages of exactly 0", lambda a: a.zero_on_equal_group)
+@law(
+    "a group of equal rewards has advantages of exactly 0",
+    lambda a: a.zero_on_equal_group,
+    "promise it with zero_on_equal_group = True",
+)
 def equal_groups(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data, rewards=st.just(data.draw(ANY_REWARD)))
     advantage_M = advantages(algorithm, case)
@@ -237,7 +248,11 @@ def equal_groups(algorithm: Algorithm, data: st.DataObject) -> None:
         raise Broken(f"advantages are {_short(advantage_M)} although all rewards are equal", case)
 
 
-@law("rewards that differ by rounding alone do not become a direction", lambda a: a.zero_on_equal_group)
+@law(
+    "rewards that differ by rounding alone do not become a direction",
+    lambda a: a.zero_on_equal_group,
+    "promise it with zero_on_equal_group = True",
+)
 def tiny_spread(algorithm: Algorithm, data: st.DataObject) -> None:
     value = data.draw(st.sampled_from([0.0, 1.0, 0.3]))
     case = drawn(algorithm, data, rewards=st.integers(0, 3).map(lambda i: value + i * 1e-15))
@@ -246,7 +261,11 @@ def tiny_spread(algorithm: Algorithm, data: st.DataObject) -> None:
         raise Broken(f"advantages are {_short(advantage_M)} although rewards differ by 3e-15 at most", case)
 
 
-@law("where no token has an advantage and the policy has not moved, nothing is trained", lambda a: _pure(a))
+@law(
+    "where no token has an advantage and the policy has not moved, log-probs are left alone",
+    lambda a: "reference" not in a.before_loss,
+    "the KL to the reference in its loss pulls, too",
+)
 def no_signal(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     batch = estimated(algorithm, case)
@@ -257,7 +276,11 @@ def no_signal(algorithm: Algorithm, data: st.DataObject) -> None:
         raise Broken(f"the gradient is {_short(gradient_T)} although every advantage is 0", case)
 
 
-@law("rows without an advantage have zero terms, so leaving them out changes nothing", lambda a: a.skips_no_signal)
+@law(
+    "rows without an advantage have zero terms, so leaving them out changes nothing",
+    lambda a: a.skips_no_signal,
+    "promise it with skips_no_signal = True",
+)
 def skipping(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     batch = estimated(algorithm, case)
@@ -268,26 +291,53 @@ def skipping(algorithm: Algorithm, data: st.DataObject) -> None:
     same_update(found, wanted, case, "without the rows that have no advantage")
 
 
-@law("a token of positive advantage becomes likelier, one of negative advantage less likely", lambda a: _pure(a))
+@law("a token of positive advantage becomes likelier, one of negative advantage less likely")
 def direction(algorithm: Algorithm, data: st.DataObject) -> None:
-    case = drawn(algorithm, data)
-    case = replace(case, far=0.0)
-    batch = estimated(algorithm, case)
+    case = replace(drawn(algorithm, data), far=0.0)
     for sign, word in ((1.0, "positive"), (-1.0, "negative")):
-        pushed = batch.replace(advantage_T=torch.full(batch.token_T.shape, sign), weight_T=None)
-        slope_M = update(algorithm, pushed, case, at_start=True).gradient_T["logprob_T"][batch.mask_T]
-        if not bool((-slope_M * sign > 0).all()):
-            raise Broken(f"with {word} advantages the loss pulls log-probs by {_short(-slope_M)}", case)
+        pull_M = _pull(algorithm, case, sign, 0.0)
+        if not bool((pull_M * sign > 0).all()):
+            raise Broken(f"{word} advantages pull at the tokens' log-probs by {_short(pull_M)}", case)
 
 
-@law("in a group the better answer has the larger advantage", lambda a: a.zero_on_equal_group)
+@law("a token that has moved against its advantage is pulled back: no clip may let it go")
+def pulled_back(algorithm: Algorithm, data: st.DataObject) -> None:
+    case = replace(drawn(algorithm, data), far=0.0)
+    for sign, word in ((1.0, "less likely although its advantage is positive"), (-1.0, "likelier, and it is negative")):
+        pull_M = _pull(algorithm, case, sign, -0.6 * sign)
+        if not bool((pull_M * sign > 0).all()):
+            raise Broken(f"tokens became {word}, and are pulled by {_short(pull_M)}", case)
+
+
+def _pull(algorithm: Algorithm, case: Case, advantage: float, moved: float) -> Tensor:
+    """What an advantage of every token does to the log-probs of a policy that has `moved` by so many nats, [M]."""
+    batch = estimated(algorithm, case)
+    assert batch.old_logprob_T is not None
+    now_T = batch.old_logprob_T + moved
+    slopes = []
+    for value in (advantage, 0.0):
+        given = batch.replace(
+            advantage_T=torch.full(batch.token_T.shape, value), extras_T={**batch.extras_T, "now_T": now_T}
+        )
+        slopes.append(update(algorithm, given, case, at_start=moved == 0).gradient_T["logprob_T"][batch.mask_T])
+    return slopes[1] - slopes[0]
+
+
+@law(
+    "in a group the better answer has the larger advantage",
+    lambda a: "critic" not in a.uses,
+    "a critic's values stand between rewards and advantages",
+)
 def order(algorithm: Algorithm, data: st.DataObject) -> None:
     better, worse = data.draw(st.sampled_from([(1.0, 0.0), (2.0, -1.0), (1.0, -1.0)]))
-    case = Case(tuple((Answer(("ps",), better), Answer(("ps",), worse)) for _ in range(data.draw(st.integers(1, 2)))))
-    found = advantages(algorithm, case)
-    for up, down in found.view(-1, 2).tolist():
-        if not up >= 0 >= down or (up == down and algorithm.on_scale is not None):
-            raise Broken(f"the better answer has the advantage {up:.4g}, the worse one {down:.4g}", case)
+    asked = drawn(algorithm, data)
+    answers = [Answer(("ps",), better), *[Answer(("ps",), worse)] * 5]
+    if asked.baseline:
+        answers = [Answer(("ps",), (better + worse) / 2), *answers]
+    case = Case((tuple(answers),), baseline=asked.baseline)
+    up, *down = advantages(algorithm, case).tolist()
+    if not up > max(down):
+        raise Broken(f"the better answer has the advantage {up:.4g}, a worse one {max(down):.4g}", case)
 
 
 @law("the loss, the gradient and the metrics do not depend on how the batch is cut into micro-batches and shards")
@@ -327,7 +377,11 @@ def degenerate(algorithm: Algorithm, data: st.DataObject) -> None:
         raise Broken(f"a group of one has advantages {_short(advantages(algorithm, one))}", one)
 
 
-@law("a sample counts once in its group's baseline, however many trajectories it has", lambda a: not a.across_groups)
+@law(
+    "a sample counts once in its group's baseline, however many trajectories it has",
+    lambda a: not a.across_groups,
+    "it declares across_groups",
+)
 def counted_once(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     group, *rest = case.groups
@@ -340,7 +394,11 @@ def counted_once(algorithm: Algorithm, data: st.DataObject) -> None:
     same("advantages", _advantage(after.select(rows)), _advantage(before.select(old)), case, why)
 
 
-@law("a rejected sample is in no baseline and in no denominator", lambda a: isinstance(a, PolicyGradient))
+@law(
+    "a rejected sample is in no baseline and in no denominator",
+    lambda a: isinstance(a, PolicyGradient),
+    "it cannot reject: a subclass of Estimator, Objective or a whole algorithm of ours can",
+)
 def rejected(algorithm: Algorithm, data: st.DataObject) -> None:
     rejecting = type(algorithm)(algorithm.config.model_copy(update={"truncated": "reject"}))
     case = drawn(algorithm, data)
@@ -358,7 +416,11 @@ def rejected(algorithm: Algorithm, data: st.DataObject) -> None:
     same("the gradient", ours, theirs, more, why)
 
 
-@law("rewards that are all larger by the same leave advantages as they are", lambda a: a.on_shift is not None)
+@law(
+    "rewards that are all larger by the same leave advantages as they are",
+    lambda a: a.on_shift is not None,
+    'promise it with on_shift = "same"',
+)
 def shift(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     by = data.draw(st.sampled_from([1.0, -3.0, 10.0]))
@@ -366,7 +428,11 @@ def shift(algorithm: Algorithm, data: st.DataObject) -> None:
     same("advantages", found, advantages(algorithm, case), case, f"once every reward was {by:+g}")
 
 
-@law("rewards multiplied by a number change advantages as declared", lambda a: a.on_scale is not None)
+@law(
+    "rewards multiplied by a number change advantages as declared",
+    lambda a: a.on_scale is not None,
+    'promise it with on_scale = "same" or "linear"',
+)
 def scale(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     by = data.draw(st.sampled_from([2.0, 10.0]))
@@ -395,13 +461,6 @@ def defined(algorithm: Algorithm, data: st.DataObject) -> None:
 def _advantage(batch: Batch) -> Tensor:
     assert batch.advantage_T is not None
     return batch.advantage_T[batch.mask_T]
-
-
-def _pure(algorithm: Algorithm) -> bool:
-    """Whether all that pulls at the policy is its advantages: no KL and no entropy bonus."""
-    if isinstance(algorithm, PolicyGradient):
-        return algorithm.kl_coefficient == 0 and algorithm.config.entropy_coefficient == 0
-    return algorithm.skips_no_signal
 
 
 def _plain(batch: Batch) -> Batch:

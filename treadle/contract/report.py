@@ -15,7 +15,7 @@ def report(algorithm: Algorithm, examples: int) -> bool:
         name = f"{verdict.law.name:<13}"
         if not verdict.applies:
             silent += 1
-            click.echo(click.style(f"  –  {name} {verdict.law.says} (not promised)", dim=True))
+            click.echo(click.style(f"  –  {name} {verdict.law.says} (not tried: {verdict.law.unless})", dim=True))
         elif verdict.broken is None:
             kept += 1
             click.echo(click.style("  ok ", fg="green") + f"{name} {verdict.law.says}")
@@ -23,6 +23,6 @@ def report(algorithm: Algorithm, examples: int) -> bool:
             broken += 1
             click.echo(click.style("  ✗  ", fg="red", bold=True) + f"{name} {verdict.law.says}")
             click.echo("\n".join(f"       {line}" for line in verdict.broken.splitlines()))
-    summary = f"{type(algorithm).__qualname__}: {kept} laws hold, {silent} are not promised"
+    summary = f"{type(algorithm).__qualname__}: {kept} laws hold, {silent} were not tried"
     click.echo(f"{summary}, {broken} broken" if broken else summary)
     return not broken
