@@ -42,10 +42,22 @@ def page() -> str:
     parts = [_HEAD]
     for place, title in _PLACES.items():
         parts.append(_table(title, [m for m in OURS if m.name.partition("/")[0] == place]))
-    for name in Plugin("treadle.algorithms").models():
-        declared = plugin_class(name, "treadle.algorithms").metrics
-        parts.append(_table(f"What the objective of {name} reports", declared))
+    parts += [_table(title, metrics) for title, metrics in _reported().items()]
     return "\n".join(parts)
+
+
+def _reported() -> dict[str, list[Metric]]:
+    """What algorithms declare, by whose it is."""
+    names = list(Plugin("treadle.algorithms").choices())
+    whose: dict[Metric, list[str]] = {}
+    for name in names:
+        for metric in plugin_class(name, "treadle.algorithms").metrics:
+            whose.setdefault(metric, []).append(name)
+    found: dict[str, list[Metric]] = {}
+    for metric, having in whose.items():
+        title = "Every algorithm" if having == names else f"With {', '.join(having)}"
+        found.setdefault(title, []).append(metric)
+    return found
 
 
 def _table(title: str, metrics: Sequence[Metric]) -> str:

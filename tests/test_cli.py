@@ -18,6 +18,11 @@ from treadle.config import Config, dump, leaves
 from treadle.recipes.config import load_config
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+CORRECTED = {
+    "overlong_share": 0.5,
+    "aggregate": "constant",
+    "correction": {"weight": "token", "normalize": True, "reject": "sequence-mean"},
+}
 PPO = {"name": "ppo", "group_size": 2, "kl_coefficient": 0.1, "kl_target": 0.05, "minibatches": 2}
 
 
@@ -70,8 +75,9 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, tiny_mod
     family = {"name": "reasoning_gym", "family": "chain_sum", "size": 4}
     for name, change in {
         "ppo": {},
-        "loss": {"algorithm": PPO | {"kl_in": "loss"}},
+        "loss": {"algorithm": PPO | {"kl_in": "loss", "overlong_share": 0.5}},
         "grpo": {"algorithm": grpo, "reward": "fraction", "data": {"train": family}},
+        "corrected": {"algorithm": grpo | CORRECTED},
     }.items():
         treadle.train({**config, **change, "steps": 2, "run": {"dir": str(tmp_path / name), "checkpoint_every": 1}})
 
