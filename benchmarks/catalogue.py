@@ -40,6 +40,8 @@ def learn(algorithm: str, seed: int, into: Path, model: Path = ROOT / "models" /
     overrides = [f"model={model}", f"run.dir={run}", f"seed={seed}", "run.trackers=[]", "trainer.dtype=float32"]
     # The example's own section is for GRPO, so it is taken whole.
     overrides += [f"algorithm={{name: {algorithm}, group_size: 8}}", *more]
+    if algorithm == "pass_at_k":  # whose answers pass or fail: those of one letter do
+        overrides.append("sampling.max_tokens=1")
     # Under dynamic sampling a task that is solved ends the run: no group is left that says anything.
     solved = suppress(TrainingError) if algorithm == "dapo" else nullcontext()
     with solved:

@@ -29,7 +29,7 @@ def test_the_quickstart_learns_on_held_out_problems(tmp_path: Path) -> None:
 def test_every_algorithm_learns_the_byte_task(algorithm: str, tiny_model: Path, tmp_path: Path) -> None:
     """From each of 3 seeds; chance is below .02, and nearly all reach 1."""
     rows = [catalogue.learn(algorithm, seed, tmp_path, tiny_model) for seed in catalogue.SEEDS]
-    assert min(row["after"] - row["before"] for row in rows) > 0.3, rows
+    assert min(row["after"] - row["before"] for row in rows) > 0.2, rows
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
