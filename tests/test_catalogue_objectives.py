@@ -263,6 +263,7 @@ def test_m2po_by_hand() -> None:
     # Squares 1, 0.25, 0.04, 0 with limit 0.1: without the first the mean is 0.29 / 3, which is enough.
     case = Case([(1.0, [-1.0, -1.5, -1.8, -2.0], [-2.0] * 4)])
     assert slopes(made("m2po", limit=0.1), case) == near([0, -math.exp(0.5), -math.exp(0.2), -1])
+    assert slopes(made("m2po", limit=0.09), case) == near([0, 0, -math.exp(0.2), -1])
     # The largest is on its way back and stays, so even leaving out both others is not enough.
     back = Case([(-1.0, [-1.0], [-2.0]), (1.0, [-1.5, -1.8], [-2.0, -2.0])])
     assert slopes(made("m2po", limit=0.1), back) == near([math.e, 0, 0])
