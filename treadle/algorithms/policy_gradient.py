@@ -71,7 +71,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         if self.kl_coefficient > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator is k1, whose expected gradient in a loss is zero; use k1+ (its value, the right "
-                "gradient), k2, k3, abs, k3+ or abs+, or charge it with kl_in=reward"
+                "gradient), k2, k3, abs, k3+ or abs+, charge it with kl_in=reward, or set kl_coefficient=0"
             )
         if self.kl_target is not None and self.kl_coefficient == 0:
             raise ValueError(
