@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install models test test-fast test-long curves native bench bench-trl bench-growth check docs docs-metrics docs-serve format clean
+.PHONY: help quickstart smoke install models test test-fast test-long curves native bench bench-trl bench-growth check docs docs-algorithms docs-metrics docs-serve format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -73,11 +73,14 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: $(INSTALLED)  ## build the site into site/ (a warning fails)
+docs: docs-algorithms docs-metrics  ## build the site into site/ (a warning fails)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo site/index.html
 
 docs-metrics: $(INSTALLED)  ## make docs/metrics.md of the definitions in the code
-	$(BIN)/python docs/metrics_page.py
+	@$(BIN)/python docs/metrics_page.py
+
+docs-algorithms: $(INSTALLED)  ## make docs/algorithms.md of the algorithms' docstrings and declarations
+	@$(BIN)/python docs/algorithms_page.py
 
 docs-serve: $(INSTALLED)  ## the site while one writes it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -21,9 +21,9 @@ from mkdocs.structure.pages import Page
 
 import treadle
 from treadle.cli import main as cli
+from treadle.config.explain import JOINED, defaults
 from treadle.config.keys import Key, tree
 from treadle.config.messages import allowed
-from treadle.config.yaml_text import to_line
 from treadle.recipes.config import RLConfig
 
 CONFIGURATION = "reference/configuration.md"
@@ -79,14 +79,27 @@ def configuration() -> str:
         return f"{{ #{name} }}"
 
     lines = [_INTRODUCTION]
-    for (section, choice), keys in found.items():
+    for (section, choice), rows in found.items():
         heading = f"`{section}`" + (f" with `name: {choice}`" if choice else "") if section else "The run"
         lines.append(f"\n## {heading} {anchor(section or 'run-keys', choice)}\n")
+        lines += _remarks(list(rows.values())[-1], choice)
         lines.append("| key | meaning | allowed | default |\n|---|---|---|---|")
-        for key in keys:
-            name = f"[`{key.path}`](#{key.path})" if key.path in headings else f"`{key.path}`{anchor(key.path, choice)}"
-            lines.append(f"| {name} | {_plain(key.field.description or '')} | {_allowed(key)} | {_default(key)} |")
+        for path, same in rows.items():
+            name = f"[`{path}`](#{path})" if path in headings else f"`{path}`{anchor(path, choice)}"
+            meaning = "; ".join(dict.fromkeys(_plain(key.field.description or "") for key in same))
+            lines.append(f"| {name} | {meaning} | {_allowed(same[0])} | {_default(same)} |")
     return "\n".join(lines)
+
+
+def _remarks(same: list[Key], choice: str | None) -> list[str]:
+    """What is to be said before a table: of halves, what else has their keys."""
+    plugin = same[0].plugin
+    if plugin is None or not plugin.joins:
+        return []
+    if choice is None:
+        return [f"Keys of all [algorithms](../algorithms.md); those of each follow. {JOINED.partition('. In a')[0]}.\n"]
+    others = ", ".join(f"`{key.choice}`" for key in same if key.choice != choice)
+    return [f"Also with {others}.\n"] if others else []
 
 
 def _allowed(key: Key) -> str:
@@ -96,11 +109,15 @@ def _allowed(key: Key) -> str:
     return "section" if where == key.path else f"section, keys as of [`{where}`](#{where})"
 
 
-def _default(key: Key) -> str:
-    """As YAML. A section's is that of its keys."""
-    if key.required:
+def _default(same: list[Key]) -> str:
+    """As YAML; what other names have instead in brackets. A section's is that of its keys."""
+    first = same[0]
+    if first.required:
         return "required"
-    return "" if key.section and key.default is not None else f"`{to_line(key.default)}`"
+    most, others = defaults(same)
+    if most and not (first.section and most != "null"):
+        most = f"`{most}`"
+    return f"{most} {_plain(others)}".strip()
 
 
 @cache
@@ -110,12 +127,16 @@ def anchors() -> dict[str, str]:
     return {key.path: first.setdefault((key.owner, key.name), key.path) for key in tree(RLConfig)}
 
 
-def _sections() -> dict[tuple[str, str | None], list[Key]]:
-    """Keys by the section they stand in and the name that brings them."""
-    found: dict[tuple[str, str | None], list[Key]] = {}
+def _sections() -> dict[tuple[str, str | None], dict[str, list[Key]]]:
+    """Keys by the section they stand in, the name that brings them, and their path."""
+    found: dict[tuple[str, str | None], dict[str, list[Key]]] = {}
     for key in tree(RLConfig):
         if anchors()[key.path] == key.path:
-            found.setdefault((key.path.rpartition(".")[0], key.choice), []).append(key)
+            # Of halves, most of which others are made of, each key is told once.
+            name = key.home if key.plugin is not None and key.plugin.joins else key.choice
+            same = found.setdefault((key.path.rpartition(".")[0], name), {}).setdefault(key.path, [])
+            if key not in same:
+                same.append(key)
     return found
 
 

@@ -159,6 +159,40 @@ def config_sections() -> set[str]:
     return {key.partition(".")[0] for key in HOOKS.anchors() if "." in key}
 
 
+# ---------------------------------------------------------------------- the page of algorithms
+
+ALGORITHMS = _load(ROOT / "docs" / "algorithms_page.py")
+
+
+def test_the_page_of_algorithms_is_up_to_date() -> None:
+    assert ALGORITHMS.PAGE.read_text(encoding="utf-8") == ALGORITHMS.page(), "run `make docs-algorithms`"
+
+
+def test_the_page_of_algorithms_has_a_row_and_a_section_of_each() -> None:
+    page = ALGORITHMS.page()
+    for algorithm in ALGORITHMS.OURS.choices():
+        assert ALGORITHMS.FOR[algorithm] in page, algorithm
+        assert len(re.findall(rf"^\| \[`{algorithm}`\]", page, re.MULTILINE)) == 1
+        assert page.count(f"### {algorithm}\n") == 1
+        assert "arxiv.org/abs/" in ALGORITHMS._paper(algorithm)
+
+
+def test_costs_are_what_algorithms_declare() -> None:
+    costs = {algorithm: ALGORITHMS._cost(algorithm) for algorithm in ALGORITHMS.OURS.choices()}
+    assert costs["grpo"] == "–"
+    assert costs["remax"] == "1 more answer a prompt"
+    assert costs["optimal_token"] == "a pass of the policy"
+    assert costs["clip_cov"] == "another pass of the policy each update"
+    assert costs["ppo"] == "a pass of the policy, a pass of the critic, updates of the critic, 4 updates"
+
+
+def test_docstrings_become_markdown() -> None:
+    made = ALGORITHMS._markdown("What (arXiv\n2402.03300), see `clip.py`:\n\n    a·b\n\n    c < d\n\n- one\n  more")
+    assert "[arXiv 2402.03300](https://arxiv.org/abs/2402.03300)), see [`clip`](#clip)" in made
+    assert "```text\na·b\n\nc < d\n```" in made
+    assert made.endswith("- one\n  more\n")
+
+
 # ---------------------------------------------------------------------- the site
 
 

@@ -49,8 +49,8 @@ def _facts(same: Sequence[Key], width: int | None) -> list[str]:
     first = same[0]
     facts = {
         "allowed": "" if first.section else _allowed(first),
-        "default": " ".join(_defaults(same)).strip(),
-        "with": "" if first.plugin is None or first.name == "name" else f"name: {_by_home(same)}",
+        "default": " ".join(defaults(same)).strip(),
+        "with": "" if first.plugin is None or first.name == "name" else f"name: {by_home(same)}",
         "read at": "\n".join(_files(uses(first.path, list(dict.fromkeys(key.owner for key in same))))),
     }
     meaning = _wrapped(first.field.description or "", width)
@@ -100,7 +100,7 @@ def _row(same: Sequence[Key], path: str, twin: str | None) -> tuple[str, str, st
     """A key's name, default ("…": names differ in it) and meaning (with its names, where not all have it)."""
     first = same[0]
     depth = first.path.removeprefix(path).count(".") + bool(path)
-    default, others = _defaults(same)
+    default, others = defaults(same)
     all_have_it = first.plugin is None or len(same) == len(first.plugin.choices())
     meanings = _grouped(same, lambda key: key.field.description or "")
     whose = ("" if all_have_it else f"{', '.join(_homes(keys))}: " for keys in meanings.values())
@@ -126,7 +126,7 @@ def _twins(found: Iterable[Key]) -> dict[str, str]:
 # ---------------------------------------------------------------------- words
 
 
-def _defaults(same: Sequence[Key]) -> tuple[str, str]:
+def defaults(same: Sequence[Key]) -> tuple[str, str]:
     """The default that most names have, and those of others: `8`, `(ppo: 1)`."""
     first = same[0]
     if first.name == "name" and first.plugin is not None:
@@ -158,7 +158,7 @@ def _homes(same: Sequence[Key]) -> dict[str, list[str]]:
     return {home: [name for name in names if name != home] for home, names in homes.items()}
 
 
-def _by_home(same: Sequence[Key]) -> str:
+def by_home(same: Sequence[Key]) -> str:
     """The same in words: `gspo, clip (and with it grpo, rloo)`, or `all but remax`."""
     plugin = same[0].plugin
     if plugin is not None and len(same) > 1:
