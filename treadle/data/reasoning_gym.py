@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from treadle.config import key
@@ -39,6 +38,8 @@ class ReasoningGym(RowSource):
 
     @property
     def fingerprint(self) -> str:
+        from importlib.metadata import version
+
         return f"reasoning-gym {version('reasoning-gym')}, {self._config!r}"
 
     def row(self, number: int) -> Row:
