@@ -140,14 +140,14 @@ def kl_cov(rows: Sequence[Row]) -> list[list[float]]:
 
 
 def m2po(rows: Sequence[Row]) -> list[list[float]]:
-    """One token after the other is left out, while the mean of the squares over the others is too large."""
-    left = {(i, t): x for i, row in enumerate(rows) for t, x in enumerate(row.moved)}
-    while sum(x * x for x in left.values()) > 0.3 * len(left) + 1e-12:
-        able = [at for at, x in left.items() if rows[at[0]].away(math.exp(x))]
-        if not able:
-            break
-        del left[max(able, key=lambda at: left[at] ** 2)]
-    return [[r * row.advantage * ((i, t) in left) for t, r in enumerate(row.ratios)] for i, row in enumerate(rows)]
+    """Of those that go on away one after the other is left out, while the mean of their squares is too large."""
+    moved = {(i, t): x for i, row in enumerate(rows) for t, x in enumerate(row.moved)}
+    left = {at: x * x for at, x in moved.items() if rows[at[0]].away(math.exp(x))}
+    out = set()
+    while sum(left.values()) > 0.3 * len(left) + 1e-12:
+        out.add(max(left, key=left.__getitem__))
+        left = {at: x for at, x in left.items() if at not in out}
+    return [[r * row.advantage * ((i, t) not in out) for t, r in enumerate(row.ratios)] for i, row in enumerate(rows)]
 
 
 MOVED: list[tuple[str, dict[str, Any], Callable[[Sequence[Row]], list[list[float]]]]] = [

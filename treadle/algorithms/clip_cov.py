@@ -3,9 +3,9 @@
     cov = (log π − mean log π)·(A − mean A) over the mini-batch
 
 Entropy falls as a token's log-prob and its advantage vary together, and few tokens carry nearly all of it. Of those
-with a covariance between `cov_low` and `cov_high` a share is drawn and detached, under PPO's clip for all others.
-They still count in the denominator. The draw is a function of each covariance's own bits, so it does not depend on
-the order of rows.
+with a covariance between `cov_low` and `cov_high`, which the clip has not cut, a share is drawn and detached, under
+PPO's clip for all others. They still count in the denominator. The draw is a function of each covariance's own bits, so
+it does not depend on the order of rows.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ClipCov(Clip):
         assert batch.advantage_T is not None
         cov_T = covariance(outputs.logprob_T, batch.advantage_T)
         able_T = (cov_T > self.config.cov_low) & (cov_T < self.config.cov_high)
+        able_T &= ~super().surrogate(batch, outputs.logprob_T, self.old_logprob(batch, outputs)).cut_T
         held_T = drawn(cov_T, able_T, self.config.share)
         return batch.replace(extras_T={**batch.extras_T, "held_T": held_T})
 

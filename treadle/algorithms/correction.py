@@ -83,14 +83,14 @@ class CorrectionConfig(Settings):
 def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     """A compact batch with `weight_T` and a narrowed mask, from its old log-probs (`proximal=step`)."""
     assert batch.old_logprob_T is not None
-    keep_T = kept(batch, batch.old_logprob_T, config)
+    keep_T = batch.mask_T & kept(batch, batch.old_logprob_T, config)
     weight_T = None
     if config.weight != "none":
         weight_T = weights(batch, batch.old_logprob_T, config)
         if config.normalize:
             mean = weight_T[keep_T].double().mean()
             weight_T = weight_T / mean.float() if mean > 0 else weight_T
-    return batch.replace(mask_T=batch.mask_T & keep_T, weight_T=weight_T)
+    return batch.replace(mask_T=keep_T, weight_T=weight_T)
 
 
 def weights(batch: Batch, proximal_T: Tensor, config: CorrectionConfig) -> Tensor:

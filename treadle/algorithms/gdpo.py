@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import model_validator
+
 from treadle.algorithms.advantages import group_relative, whiten
-from treadle.algorithms.policy_gradient import Estimator, GroupConfig
+from treadle.algorithms.policy_gradient import Estimator, GroupConfig, uncharged
 from treadle.config import key
 from treadle.errors import TrainingError
 from treadle.handles import Aggregate
@@ -26,6 +28,11 @@ class GDPOConfig(GroupConfig):
     name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="gdpo")
     aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
     part_weights: dict[str, float] = key("weights of the reward's parts by name; 1 where not given", default={})
+
+    @model_validator(mode="after")
+    def _gdpo_rules(self) -> GDPOConfig:
+        uncharged(self, "gdpo looks at the parts of a reward, not at their sum")
+        return self
 
 
 class GDPO(Estimator):

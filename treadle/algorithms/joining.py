@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import create_model
 
-from treadle.config.base import Config
+from treadle.config.base import Config, key
 from treadle.config.plugins import part_class
 from treadle.errors import ConfigError
 
@@ -41,7 +41,7 @@ def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
         return objective
     name = "+".join(cls.__qualname__ for cls in (objective, estimator))
     own = {
-        "Config": _Config(name, objective, estimator),
+        "Config": _Config(classes, objective, estimator),
         "halves": {"objective": objective, "estimator": estimator},
         "metrics": tuple(dict.fromkeys((*objective.metrics, *estimator.metrics))),
         "__module__": __name__,
@@ -62,8 +62,8 @@ class _Config:
     """The class attribute `Config` of a joined class, made when it is asked for: it takes time, and whoever only looks
     which keys there are looks at the halves."""
 
-    def __init__(self, name: str, objective: type[Any], estimator: type[Any]) -> None:
-        self._parts = name, objective, estimator
+    def __init__(self, asked: tuple[type[Any], ...], objective: type[Any], estimator: type[Any]) -> None:
+        self._parts = asked, objective, estimator
 
     @cached_property
     def _model(self) -> type[Config]:
@@ -73,16 +73,20 @@ class _Config:
         return self._model
 
 
-def _config(name: str, objective: type[Any], estimator: type[Any]) -> type[Config]:
-    """The keys of both. pydantic takes every default from the first base, inherited ones too; here, as elsewhere in
-    Python, what a class says itself goes before what another inherits."""
+def _config(asked: tuple[type[Any], ...], objective: type[Any], estimator: type[Any]) -> type[Config]:
+    """The keys of both, under the name of what was asked for. pydantic takes every default from the first base,
+    inherited ones too; here, as elsewhere in Python, what a class says itself goes before what another inherits."""
     bases: tuple[type[Any], ...] = (objective.Config, estimator.Config)
     order = type("Order", bases, {}).__mro__
-    fields = {
+    fields: dict[str, Any] = {
         field: (base.model_fields[field].annotation, base.model_fields[field])
         for base in reversed(order)
         if issubclass(base, Config)
         for field in vars(base).get("__annotations__", {})
         if field in base.model_fields
     }
-    return create_model(f"{name}Config", __base__=bases, __module__=__name__, **fields)  # pyright: ignore
+    name = "+".join(cls.Config.model_fields["name"].default for cls in asked)
+    fields["name"] = (str, key(str(fields["name"][1].description), default=name))
+    return create_model(
+        f"{objective.__qualname__}+{estimator.__qualname__}Config", __base__=bases, __module__=__name__, **fields
+    )  # pyright: ignore

@@ -1,16 +1,18 @@
 """M2PO: the second moment of the log-ratios is bounded, over the batch (Zheng et al. 2025, arXiv 2510.01161).
 
-    −r·A, where tokens with the largest (log r)² are left out until the mean of (log r)² over the others is at most τ
+    −r·A, without the tokens of the largest (log r)², as many as it takes for the mean over the others to be at most τ
 
-Only tokens that go on away from π_p (A > 0 and r > 1, or A < 0 and r < 1) can be left out. A clip at a fixed ratio
-cuts far more as data grow stale; this one cuts just the outliers that make the mean large. It looks at a whole
-mini-batch, so the current log-probs take a pass of their own. Tokens left out still count in the denominator.
+Both are of the tokens that go on away from π_p (A > 0 and r > 1, or A < 0 and r < 1; Algorithm 1 of the paper); all
+others stay. A clip at a fixed ratio cuts far more as data grow stale; this one cuts just the outliers that make the
+mean large. It looks at a whole mini-batch, so the current log-probs take a pass of their own. Tokens left out still
+count in the denominator.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.kl import FAR
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
 from treadle.config import key
@@ -38,15 +40,13 @@ class M2PO(Objective):
 
         assert outputs.logprob_T is not None
         assert batch.advantage_T is not None
-        moved_T = (outputs.logprob_T - self.old_logprob(batch, outputs)).double().clamp(-1e4, 1e4)
+        moved_T = (outputs.logprob_T - self.old_logprob(batch, outputs)).double().clamp(-FAR, FAR)
         away_T = ((batch.advantage_T > 0) & (moved_T > 0)) | ((batch.advantage_T < 0) & (moved_T < 0))
         largest_A, order_A = moved_T[away_T].square().sort(descending=True)
-        total = moved_T.square().sum()
-        # Mean over what is left once the first 0, 1, 2, … are out.
-        left_A1 = total - torch.nn.functional.pad(largest_A.cumsum(0), (1, 0))
-        count_A1 = len(moved_T) - torch.arange(len(left_A1), device=moved_T.device)
-        enough_A1 = left_A1 <= self.config.limit * count_A1 * (1 + 1e-12)
-        out = int(enough_A1.long().argmax()) if bool(enough_A1.any()) else len(largest_A)
+        # Mean over what is left once the first 0, 1, 2, … are out: it falls with each.
+        left_A = largest_A.flip(0).cumsum(0).flip(0)
+        count_A = torch.arange(len(left_A), 0, -1, device=moved_T.device)
+        out = int((left_A > self.config.limit * count_A * (1 + 1e-12)).sum())
         chosen_T = away_T.nonzero()[:, 0][order_A[:out]]
         keep_T = torch.ones_like(moved_T, dtype=torch.float32).index_fill(0, chosen_T, 0.0)
         return batch.replace(extras_T={**batch.extras_T, "moves_T": keep_T})

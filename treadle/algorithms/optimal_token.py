@@ -57,7 +57,11 @@ class OptimalToken(Estimator):
         zero_K = energy_T.new_zeros(int(longest_G.sum()))
         total_K = zero_K.index_add(0, place_T, energy_T)
         earned_K = zero_K.index_add(0, place_T, energy_T * reward_T)
-        many_K = (place_T.bincount(minlength=len(zero_K)) > 1) & (total_K > 0)
+        of_T, none_K = found.of_N[row_T], zero_K.long() - 1
+        first_K, last_K = (
+            none_K.scatter_reduce(0, place_T, of_T, f"a{which}", include_self=False) for which in ("min", "max")
+        )
+        many_K = (first_K != last_K) & (total_K > 0)  # several samples have a token there
         # The last place before this one, in its group, that has a baseline; without any, the group's mean.
         last_K = torch.arange(len(zero_K), device=row_T.device).masked_fill(~many_K, -1).cummax(0).values
         none_K = last_K < torch.repeat_interleave(start_G, longest_G)

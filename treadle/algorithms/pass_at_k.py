@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from treadle.algorithms.advantages import samples
-from treadle.algorithms.policy_gradient import Estimator, GroupConfig
+from treadle.algorithms.policy_gradient import Estimator, GroupConfig, uncharged
 from treadle.config import key
 from treadle.handles import Aggregate
 
@@ -34,6 +34,7 @@ class PassAtKConfig(GroupConfig):
 
     @model_validator(mode="after")
     def _k_rules(self) -> PassAtKConfig:
+        uncharged(self, "pass_at_k looks at whether an answer passed, which a small charge would change")
         if self.k > self.group_size:
             raise ValueError(f"k={self.k} is more than group_size={self.group_size}; lower k or raise group_size")
         return self

@@ -31,7 +31,9 @@ from treadle.algorithms.kl import adapted, kl
 from treadle.algorithms.metrics import KL_REFERENCE, POLICY_METRICS, policy_metrics
 from treadle.config import key
 from treadle.config.plugins import Joined
+from treadle.errors import TrainingError
 from treadle.handles import Loss, Outputs
+from treadle.types import Provenance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,10 +164,10 @@ class PolicyGradient(Algorithm):
         if not config.correction.needs_pass and config.truncated == "train":
             return self._estimated(batch)
         compact = batch.compact()
-        if config.correction.needs_pass:
-            compact = corrected(compact, config.correction)
         if config.truncated == "reject":
             compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
+        if config.correction.needs_pass:
+            compact = corrected(compact, config.correction)
         before_N, batch = batch.trained_N, batch.expanded(compact)
         rejected_N = (_by_sample(batch, before_N, "sum") > 0) & (_by_sample(batch, batch.trained_N, "sum") == 0)
         return self._estimated(batch, ~rejected_N)
@@ -181,8 +183,14 @@ class PolicyGradient(Algorithm):
 
     def _overlong(self, batch: Batch) -> Tensor:
         """What each row's sample loses for its length, that of its longest trajectory; float64 [N]."""
+        if not self.max_tokens:
+            raise TrainingError(
+                "overlong_share needs the token limit of an answer, which a run takes from sampling.max_tokens; "
+                f"outside of one set {type(self).__name__}().max_tokens"
+            )
         span = self.max_tokens * self.config.overlong_share
-        over_N = ((batch.trained_N.double() - self.max_tokens + span) / span).clamp(0, 1)
+        sampled_N = batch.sum_N((batch.provenance_T == Provenance.SAMPLED).double())
+        over_N = ((sampled_N - self.max_tokens + span) / span).clamp(0, 1)
         return self.config.overlong_penalty * _by_sample(batch, over_N, "amax")
 
     def _charged(self, batch: Batch) -> Batch:
@@ -263,6 +271,14 @@ class Objective(PolicyGradient):
     """Base of the half that defines `surrogate`."""
 
     partner = "group_relative"
+
+
+def uncharged(config: PolicyGradientConfig, why: str) -> None:
+    """Raises ValueError where something is taken off rewards that an estimator cannot take it off."""
+    if config.kl_coefficient > 0 and config.kl_in == "reward":
+        raise ValueError(f"kl_in=reward cannot be charged: {why}; use kl_in=loss")
+    if config.overlong_share > 0:
+        raise ValueError(f"overlong_share cannot be charged: {why}; set overlong_share=0 and let the reward say it")
 
 
 def whole_sequences(config: PolicyGradientConfig, what: str, mend: str) -> None:

@@ -4,7 +4,7 @@
 
 One answer more is sampled of each prompt, greedily; the ledger counts it as *baseline*, and it is not trained. It
 depends on no sampled answer, so the gradient is unbiased, also with one answer a prompt. A group whose greedy answer
-failed is filtered.
+failed is filtered. A KL in the reward is charged to the sampled answers alone: the greedy one has no log-probs.
 """
 
 from __future__ import annotations
