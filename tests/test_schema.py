@@ -238,6 +238,12 @@ def test_in_a_language_server(tmp_path: Path) -> None:
         assert server.mistakes("partial.yaml", head + partial)
         assert {"gamma", "lam", "clip_low"} <= set(server.completions("partial.yaml", 3, 2))
         assert "scale" not in server.completions("partial.yaml", 3, 2)  # grpo's
+        joined = "algorithm:\n  name: rloo+gspo\n  level: tokens\n  clip_lowest: 1\n  \n"
+        told = server.mistakes("joined.yaml", head + joined)
+        assert told[3] == 'Value is not accepted. Valid values: "sequence", "token".'
+        assert "clip_low" in told[4]
+        assert {"clip_low", "kl_coefficient", "correction"} <= set(server.completions("joined.yaml", 5, 2))
+        assert "whether tokens have advantages" in server.hover("joined.yaml", 3, 4)
         assert {"number", "math"} <= set(server.completions("partial.yaml", 4, 8))
         assert server.completions("partial.yaml", 6, 12) == ["constant", "linear", "cosine"]
     finally:
