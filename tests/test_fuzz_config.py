@@ -307,6 +307,7 @@ STRICTER = "|".join(
         "is no half of|cannot be joined by|does not say what|both say what",  # of two halves, one of one's own
         "compares the samples|kl_estimator is k1|kl_target adapts|algorithm.minibatches=|critic_warmup_steps=",
         "one term for a whole answer|is more than group_size|weight corrects|reject and normalize|normalize divides",
+        "cannot be charged",
     ]
 )
 """Reasons for which the loader refuses what the schema takes: rules between keys, and what JSON Schema cannot say."""
