@@ -189,7 +189,7 @@ def test_a_mistake_names_the_key_and_what_is_allowed(override: str, words: list[
         ("rloo+os:environ", ["os:environ cannot be joined by +"]),
         ("treadle.config:Config+rloo", ["treadle.config:Config cannot be joined by +"]),
         ("treadle.algorithms.base:Algorithm+rloo", ["Algorithm is no half of an algorithm"]),
-        ("treadle.algorithms.policy_gradient:Estimator+gspo", ["Estimator is no half of an algorithm"]),
+        ("treadle.algorithms.policy_gradient:Estimator+gspo", ["Estimator defines neither advantages nor surrogate"]),
     ],
 )
 def test_halves_that_do_not_go_together_are_one_readable_line(name: str, words: list[str]) -> None:

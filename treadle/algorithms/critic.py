@@ -1,7 +1,10 @@
-"""Advantages from a learned critic, by GAE (Schulman et al. 2016, arXiv 1506.02438; `gae.py`), whitened over the batch.
+"""Advantages from a learned critic (GAE, Schulman et al. 2016, arXiv 1506.02438; `gae.py`).
 
-The estimate is bootstrapped where a trajectory was cut short. The critic learns the returns, GAE's advantage plus the
-old value; a value may not profit from moving further than `value_clip` in one batch. Rewards are never written over.
+    A_t = whiten over the batch of Σ_k (γλ)^k·δ_{t+k},   δ_t = r_t + γ·V_{t+1} − V_t
+
+The estimate is bootstrapped where a trajectory was cut short. The critic learns the returns, the estimate before
+whitening plus the old value; a value may not profit from moving further than `value_clip` in one batch. Rewards are
+never written over.
 """
 
 from __future__ import annotations

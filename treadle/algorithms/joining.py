@@ -24,9 +24,10 @@ def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
     for cls in classes:
         halves = [half for half in HALVES if issubclass(cls, base) and getattr(cls, half) is not getattr(base, half)]
         if not halves:
+            what = "defines neither advantages nor surrogate" if issubclass(cls, base) else "is no half of an algorithm"
             raise ConfigError(
-                f"{cls.__qualname__} is no half of an algorithm; allowed beside a + are subclasses of Estimator and "
-                "Objective (treadle.algorithms.policy_gradient)"
+                f"{cls.__qualname__} {what}; allowed are subclasses of Estimator that define advantages and "
+                "of Objective that define surrogate (treadle.algorithms.policy_gradient)"
             )
         for half in halves:
             if half in found:
