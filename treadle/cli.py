@@ -171,7 +171,8 @@ def diff_command(run: Path, other: Path, last: int) -> None:
 @click.argument("algorithm")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--examples", type=click.IntRange(min=1), default=60, show_default=True, help="cases tried for each law")
-def check_command(algorithm: str, overrides: tuple[str, ...], examples: int) -> None:
+@click.option("--without", multiple=True, metavar="LAW", help="a law that it is not meant to keep; several times")
+def check_command(algorithm: str, overrides: tuple[str, ...], examples: int, without: tuple[str, ...]) -> None:
     """Check that ALGORITHM keeps the laws of an algorithm.
 
     `treadle check my_module:MyAlgorithm clip_high=0.3`, or a name of ours, as `gspo+rloo`. A law that is broken is
@@ -187,7 +188,7 @@ def check_command(algorithm: str, overrides: tuple[str, ...], examples: int) -> 
             f"{error.name} is not installed, and `treadle check` needs it: pip install 'treadle[check]'"
         ) from error
 
-    if not report(chosen, examples):
+    if not report(chosen, examples, without):
         sys.exit(1)
 
 

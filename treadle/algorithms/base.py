@@ -76,6 +76,11 @@ class Algorithm(Joined):
 
     def __init__(self, config: AlgorithmConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
+        if not isinstance(self.config, type(self).Config):
+            raise ConfigError(
+                f"{type(self).__qualname__} reads a {type(self).Config.__name__}, and was given a "
+                f"{type(self.config).__name__}; give {type(self).__qualname__}.Config(…)"
+            )
 
     @classmethod
     def joined(cls, *others: type[Joined]) -> type[Joined]:

@@ -42,10 +42,13 @@ class ClipCov(Clip):
         assert batch.advantage_T is not None
         cov_T = covariance(outputs.logprob_T, batch.advantage_T)
         able_T = (cov_T > self.config.cov_low) & (cov_T < self.config.cov_high)
-        able_T &= ~super().surrogate(batch, outputs.logprob_T, self.old_logprob(batch, outputs)).cut_T
+        cut_T = super().surrogate(batch, outputs.logprob_T, self.old_logprob(batch, outputs)).cut_T
+        assert cut_T is not None
+        able_T &= ~cut_T
         held_T = drawn(cov_T, able_T, self.config.share)
         return batch.replace(extras_T={**batch.extras_T, "held_T": held_T})
 
     def surrogate(self, batch: Batch, logprob_T: Tensor, old_T: Tensor) -> Surrogate:
         found, held_T = super().surrogate(batch, logprob_T, old_T), batch.extras_T["held_T"]
+        assert found.cut_T is not None
         return Surrogate(found.term_T.where(~held_T, found.term_T.detach()), found.cut_T | held_T)

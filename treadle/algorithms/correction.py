@@ -104,18 +104,18 @@ def weights(batch: Batch, proximal_T: Tensor, config: CorrectionConfig) -> Tenso
 
 def kept(batch: Batch, proximal_T: Tensor, config: CorrectionConfig) -> Tensor:
     """Tokens that are not rejected, bool [T]."""
-    x_T = (proximal_T - batch.sampling_logprob_T).clamp(-SATURATION, SATURATION)
+    x_T = proximal_T - batch.sampling_logprob_T
     match config.reject:
         case "none":
             return batch.mask_T
         case "token":
-            return _within(x_T.exp(), config)
+            return _within(_exp(x_T), config)
         case "sequence-sum":
             return _within(_exp(batch.sum_N(x_T)), config)[batch.row_T]
         case "sequence-mean":
             return _within(_exp(batch.sum_N(x_T) / batch.trained_N.clamp(min=1)), config)[batch.row_T]
         case "sequence-max":
-            outside_T = ~_within(x_T.exp(), config)
+            outside_T = ~_within(_exp(x_T), config)
             return (batch.sum_N(outside_T.long()) == 0)[batch.row_T]
 
 

@@ -52,4 +52,4 @@ class DRO(Objective):
         else:
             square_T = moved_T.square()
         term_T = -batch.advantage_T * logprob_T + self.config.beta / 2 * square_T
-        return Surrogate(term_T, batch.mask_T & False)
+        return Surrogate(term_T)

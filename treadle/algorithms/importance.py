@@ -35,6 +35,6 @@ class Importance(Objective):
         assert batch.advantage_T is not None
         ratio_T, most = ratio(logprob_T, old_T), self.config.truncate
         if most is None:
-            return Surrogate(-ratio_T * batch.advantage_T, batch.mask_T & False)
+            return Surrogate(-ratio_T * batch.advantage_T)
         held_T = ratio_T.detach().clamp(max=most)
-        return Surrogate(-held_T * batch.advantage_T * logprob_T, batch.mask_T & False)
+        return Surrogate(-held_T * batch.advantage_T * logprob_T)

@@ -11,6 +11,7 @@ from treadle.config.base import Config, key
 from treadle.config.plugins import part_class
 from treadle.errors import ConfigError
 
+_UNITED = ("uses", "needs", "before_advantages", "observes", "before_loss")
 HALVES = {"surrogate": "what an advantage does to the policy", "advantages": "what the advantages are"}
 
 
@@ -45,6 +46,9 @@ def join(classes: tuple[type[Any], ...], base: type[Any]) -> type[Any]:
         "Config": _Config(classes, objective, estimator),
         "halves": {"objective": objective, "estimator": estimator},
         "metrics": tuple(dict.fromkeys((*objective.metrics, *estimator.metrics))),
+        **{name: getattr(objective, name) | getattr(estimator, name) for name in _UNITED},
+        "skips_no_signal": objective.skips_no_signal and estimator.skips_no_signal,
+        "two_pass": objective.two_pass or estimator.two_pass,
         "__module__": __name__,
     }
     return type(name, (objective, estimator), own)
@@ -78,6 +82,16 @@ def _config(asked: tuple[type[Any], ...], objective: type[Any], estimator: type[
     """The keys of both, under the name of what was asked for. pydantic takes every default from the first base,
     inherited ones too; here, as elsewhere in Python, what a class says itself goes before what another inherits."""
     bases: tuple[type[Any], ...] = (objective.Config, estimator.Config)
+    bases = tuple(
+        base for base in dict.fromkeys(bases) if not any(o is not base and issubclass(o, base) for o in bases)
+    )
+    for field in set.intersection(*({*base.model_fields} for base in bases)):
+        kinds = {repr(base.model_fields[field].annotation) for base in bases}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{objective.__qualname__} and {estimator.__qualname__} both have a key {field!r}, of different types "
+                f"({', '.join(sorted(kinds))}); rename one of them"
+            )
     order = type("Order", bases, {}).__mro__
     fields: dict[str, Any] = {
         field: (base.model_fields[field].annotation, base.model_fields[field])
@@ -86,8 +100,14 @@ def _config(asked: tuple[type[Any], ...], objective: type[Any], estimator: type[
         for field in vars(base).get("__annotations__", {})
         if field in base.model_fields
     }
-    name = "+".join(cls.Config.model_fields["name"].default for cls in asked)
+    name = "+".join(_name(cls) for cls in asked)
     fields["name"] = (str, key(str(fields["name"][1].description), default=name))
     return create_model(
         f"{objective.__qualname__}+{estimator.__qualname__}Config", __base__=bases, __module__=__name__, **fields
     )  # pyright: ignore
+
+
+def _name(cls: type[Any]) -> str:
+    """What a configuration calls a class."""
+    ours = cls.__module__.startswith("treadle.algorithms.") and "Config" in vars(cls)
+    return cls.Config.model_fields["name"].default if ours else f"{cls.__module__}:{cls.__qualname__}"

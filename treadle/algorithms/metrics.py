@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 POLICY_METRICS = (
     Metric("policy/ratio", "1", "π / π_old of a token of a row with signal"),
     Metric("policy/ratio_max", "1", "the largest of these", "max"),
-    Metric("policy/clip_fraction", "share", "tokens whose gradient the clip has cut"),
+    Metric("policy/clip_fraction", "share", "tokens whose gradient the objective has cut or bounded"),
     Metric("policy/kl_old", "nats", "k3 estimate of KL(π_old ‖ π): how far the step's updates have gone so far"),
     Metric("policy/entropy", "nats", "entropy of the policy where it chose a token"),
     Metric("policy/weight", "1", "importance weight by which `correction` multiplied a token's term"),
@@ -33,7 +33,7 @@ KL_REFERENCE = Metric("policy/kl_reference", "nats", "estimate of KL(π ‖ π_r
 
 
 def policy_metrics(
-    outputs: Outputs, old_logprob_T: Tensor, cut_T: Tensor
+    outputs: Outputs, old_logprob_T: Tensor, cut_T: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Metrics and peaks for `Loss`: those of `POLICY_METRICS`."""
     assert outputs.logprob_T is not None
@@ -41,7 +41,7 @@ def policy_metrics(
     ratio_T = ratio(logprob_T, old_logprob_T)
     metrics = {
         "ratio": ratio_T,
-        "clip_fraction": cut_T.to(logprob_T.dtype),
+        "clip_fraction": logprob_T.new_zeros(len(logprob_T)) if cut_T is None else cut_T.to(logprob_T.dtype),
         "kl_old": kl(old_logprob_T, logprob_T, "k3"),
     }
     if outputs.entropy_T is not None:

@@ -41,31 +41,34 @@ class OptimalToken(Estimator):
         import torch
 
         assert batch.old_logprob_T is not None
-        found, row_T = samples(batch), batch.row_T
-        reward_T, group_T = found.reward_S[found.of_N][row_T], found.group_S[found.of_N][row_T]
-        moved_T = 1 - 2 * batch.old_logprob_T.double().exp() + batch.extras_T["old_sum_p2_T"].double()
+        found = samples(batch)
+        group_N, length_N = found.group_S[found.of_N], batch.length_N
+        moved_T = (1 - 2 * batch.old_logprob_T.exp() + batch.extras_T["old_sum_p2_T"]).clamp(min=0)
         if batch.weight_T is not None:
-            moved_T = moved_T * batch.weight_T.square()
+            moved_T *= batch.weight_T.square()
         # A sample counts once, however many trajectories it has.
-        parts_S = found.sum_S((batch.length_N > 0).double())
-        energy_T = running_sums(moved_T.clamp(min=0), batch.offset_N1) / parts_S[found.of_N][row_T]
+        energy_T = running_sums(moved_T, batch.offset_N1)
+        del moved_T
+        energy_T /= found.sum_S((length_N > 0).double())[found.of_N].repeat_interleave(length_N)
         # K: a place for each group and number of tokens, groups end to end.
-        longest_G = batch.length_N.new_zeros(len(found.count_G))
-        longest_G = longest_G.scatter_reduce(0, found.group_S[found.of_N], batch.length_N, "amax")
+        longest_G = length_N.new_zeros(len(found.count_G)).scatter_reduce(0, group_N, length_N, "amax")
         start_G = longest_G.cumsum(0) - longest_G
-        place_T = start_G[group_T] + torch.arange(len(row_T), device=row_T.device) - batch.offset_N1[:-1][row_T]
-        zero_K = energy_T.new_zeros(int(longest_G.sum()))
-        total_K = zero_K.index_add(0, place_T, energy_T)
-        earned_K = zero_K.index_add(0, place_T, energy_T * reward_T)
-        of_T, none_K = found.of_N[row_T], zero_K.long() - 1
+        place_T = (start_G[group_N] - batch.offset_N1[:-1]).repeat_interleave(length_N)
+        place_T += torch.arange(len(place_T), device=place_T.device)
+        zero_K, none_K = (energy_T.new_zeros(int(longest_G.sum()), dtype=kind) for kind in (torch.float64, torch.int64))
+        of_T = found.of_N.repeat_interleave(length_N)
         first_K, last_K = (
             none_K.scatter_reduce(0, place_T, of_T, f"a{which}", include_self=False) for which in ("min", "max")
         )
+        del of_T
+        total_K = zero_K.index_add(0, place_T, energy_T)
+        reward_T = found.reward_S[found.of_N].repeat_interleave(length_N)
+        earned_K = zero_K.index_add(0, place_T, energy_T.mul_(reward_T))
         many_K = (first_K != last_K) & (total_K > 0)  # several samples have a token there
         # The last place before this one, in its group, that has a baseline; without any, the group's mean.
-        last_K = torch.arange(len(zero_K), device=row_T.device).masked_fill(~many_K, -1).cummax(0).values
-        none_K = last_K < torch.repeat_interleave(start_G, longest_G)
-        mean_K = torch.repeat_interleave(found.sum_G(found.reward_S) / found.count_G, longest_G)
+        last_K = torch.arange(len(zero_K), device=place_T.device).masked_fill(~many_K, -1).cummax(0).values
+        none_K = last_K < start_G.repeat_interleave(longest_G)
+        mean_K = (found.sum_G(found.reward_S) / found.count_G).repeat_interleave(longest_G)
         baseline_K = mean_K.where(none_K, (earned_K / total_K.where(many_K, 1.0))[last_K.clamp(min=0)])
-        advantage_T = (reward_T - baseline_K[place_T]).masked_fill(found.equal_S[found.of_N][row_T], 0.0)
-        return batch.replace(advantage_T=advantage_T.float())
+        advantage_T = (reward_T - baseline_K[place_T]).float()
+        return batch.replace(advantage_T=advantage_T.masked_fill(found.equal_S[found.of_N][batch.row_T], 0.0))

@@ -31,7 +31,7 @@ from treadle.algorithms.kl import adapted, kl
 from treadle.algorithms.metrics import KL_REFERENCE, POLICY_METRICS, policy_metrics
 from treadle.config import key
 from treadle.config.plugins import Joined
-from treadle.errors import TrainingError
+from treadle.errors import ConfigError, TrainingError
 from treadle.handles import Loss, Outputs
 from treadle.types import Provenance
 
@@ -98,10 +98,11 @@ class GroupConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """What an objective makes of the tokens: terms to be minimised, and a bool mask of those whose gradient it cut."""
+    """What an objective makes of the tokens: terms to be minimised, and a bool mask of those whose gradient it cut or
+    bounded (None: of none)."""
 
     term_T: Tensor
-    cut_T: Tensor
+    cut_T: Tensor | None = None
 
 
 class PolicyGradient(Algorithm):
@@ -117,6 +118,13 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, config: AlgorithmConfig | None = None) -> None:
         super().__init__(config)
+        for half in type(self).__mro__:
+            keys = vars(half).get("Config")
+            if isinstance(keys, type) and not isinstance(self.config, keys):
+                raise ConfigError(
+                    f"the configuration of {type(self).__qualname__} lacks the keys of {half.__qualname__}; write a Config "
+                    "that is derived from both halves' own, or join them: Half.joined(OtherHalf)"
+                )
         self.kl_coefficient = self.config.kl_coefficient
         charged = self.kl_coefficient > 0
         policy, reference = frozenset[Role]({"policy"}), frozenset[Role]({"reference"})
@@ -163,14 +171,18 @@ class PolicyGradient(Algorithm):
             batch = batch.replace(extras_N={**batch.extras_N, "overlong_N": self._overlong(batch)})
         if not config.correction.needs_pass and config.truncated == "train":
             return self._estimated(batch)
-        compact = batch.compact()
-        if config.truncated == "reject":
-            compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
-        if config.correction.needs_pass:
-            compact = corrected(compact, config.correction)
-        before_N, batch = batch.trained_N, batch.expanded(compact)
+        before_N, batch = batch.trained_N, self._narrowed(batch)
         rejected_N = (_by_sample(batch, before_N, "sum") > 0) & (_by_sample(batch, batch.trained_N, "sum") == 0)
         return self._estimated(batch, ~rejected_N)
+
+    def _narrowed(self, batch: Batch) -> Batch:
+        """Without what is rejected, and with importance weights."""
+        compact = batch.compact()
+        if self.config.truncated == "reject":
+            compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
+        if self.config.correction.needs_pass:
+            compact = corrected(compact, self.config.correction)
+        return batch.expanded(compact)
 
     def _estimated(self, batch: Batch, keep_N: Tensor | None = None) -> Batch:
         """Advantages of the rows to keep: a sample of which nothing is left is in no baseline. Its rows have no trained
@@ -179,7 +191,10 @@ class PolicyGradient(Algorithm):
         part = compact if keep_N is None or bool(keep_N.all()) else compact.select(keep_N.nonzero()[:, 0])
         found = self._checked(self.advantages(self._charged(part.replace(counts=None))), part)
         names = ("advantage_T", "return_T", "weight_T", "mask_T", "extras_T")
-        return self._marked(batch.expanded(compact.replace(**{name: getattr(found, name) for name in names})))
+        compact = compact.replace(**{name: getattr(found, name) for name in names})
+        if part is not compact and len(found) == len(compact):
+            compact = compact.replace(signal_N=found.signal_N, extras_N=found.extras_N)
+        return self._marked(batch.expanded(compact))
 
     def _overlong(self, batch: Batch) -> Tensor:
         """What each row's sample loses for its length, that of its longest trajectory; float64 [N]."""

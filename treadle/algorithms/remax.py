@@ -44,9 +44,7 @@ class ReMax(Estimator):
     def advantages(self, batch: Batch) -> Batch:
         known_G, group_N = batch.group_N.unique(return_inverse=True)
         greedy_N = batch.baseline_N
-        baseline_G = batch.reward_N.new_full((len(known_G),), float("nan"))
-        baseline_G = baseline_G.scatter(0, group_N[greedy_N], batch.reward_N[greedy_N])
-        advantage_N = (batch.reward_N - baseline_G[group_N]).nan_to_num(
-            0.0
-        )  # without its baseline a group says nothing
+        baseline_G = batch.reward_N.new_zeros(len(known_G)).scatter(0, group_N[greedy_N], batch.reward_N[greedy_N])
+        known_G = greedy_N.new_zeros(len(known_G)).index_fill(0, group_N[greedy_N], True)
+        advantage_N = (batch.reward_N - baseline_G[group_N]).where(known_G[group_N], 0.0)  # no baseline, no signal
         return batch.replace(advantage_T=advantage_N.float()[batch.row_T])

@@ -38,4 +38,4 @@ class SAPO(Objective):
         steep_T = batch.advantage_T.new_full((), self.config.temperature_negative)
         steep_T = steep_T.where(~positive_T, self.config.temperature_positive)
         gate_T = (steep_T * (ratio(logprob_T, old_T) - 1)).sigmoid() * 4 / steep_T
-        return Surrogate(-gate_T * batch.advantage_T, batch.mask_T & False)
+        return Surrogate(-gate_T * batch.advantage_T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from treadle.types import Ended, Group, Kind, Prompt, Provenance, Reward, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+VERSION = 2
+"""Of the policy; tokens were sampled by it, or by older ones."""
 LETTER = {"p": Provenance.PROMPT, "s": Provenance.SAMPLED, "e": Provenance.ENVIRONMENT}
 
 
@@ -50,23 +52,39 @@ class Case:
         printer.text(f"\n{self}")
 
     def batch(self) -> Batch:
-        """With every optional field filled."""
-        batch = Batch.pack([_group(i, answers, self.baseline) for i, answers in enumerate(self.groups)])
+        """As it comes from the rollout engine. What passes over models would find is among the extras (`Truth`)."""
+        batch = Batch.pack(self.records())
         noise = torch.Generator().manual_seed(self.seed)
-        old_T, value_T, peak_T, *moved = torch.rand(6, len(batch.token_T), generator=noise)
+        old_T, value_T, sum_p2_T, entropy_T, *moved = torch.rand(7, len(batch.token_T), generator=noise)
         # Far apart, the old policy may have been all but sure that a token would not come.
         old_T = -3 * old_T - 0.05 - (self.far if self.far > 1 else 0.0) * value_T
-        apart = [(old_T + self.far * _normal(x)).clamp(-1e4, 0.0) for x in moved]
+        sampler_T, reference_T, now_T = ((old_T + self.far * _normal(x)).clamp(-1e4, 0.0) for x in moved)
+        known = Truth(old_T, reference_T, value_T, old_T.exp() * sum_p2_T, now_T, entropy_T, sampler_T)
+        bootstrap_N = torch.rand(len(batch), generator=noise)
+        return known.hidden(batch.replace(extras_N={"truth/bootstrap_N": bootstrap_N}))
+
+    def records(self) -> list[Group]:
+        return [_group(i, answers, self.baseline) for i, answers in enumerate(self.groups)]
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What models say of every token, [T]; a batch carries it where an algorithm does not look."""
+
+    old_T: Tensor
+    reference_T: Tensor
+    value_T: Tensor
+    sum_p2_T: Tensor
+    now_T: Tensor
+    entropy_T: Tensor
+    sampler_T: Tensor
+
+    def hidden(self, batch: Batch) -> Batch:
+        """`batch` with this in its extras, NaN where nothing was sampled, and the sampler's log-probs in place."""
         empty_T = batch.provenance_T != Provenance.SAMPLED
-        sampling_T, reference_T, _ = (x.masked_fill(empty_T, math.nan) for x in apart)
-        return batch.replace(
-            old_logprob_T=old_T.masked_fill(empty_T, math.nan),
-            sampling_logprob_T=sampling_T,
-            reference_logprob_T=reference_T,
-            value_T=value_T.masked_fill(empty_T, math.nan),
-            bootstrap_N=torch.rand(len(batch), generator=noise),
-            extras_T={"old_sum_p2_T": (peak_T * old_T.exp()).masked_fill(empty_T, math.nan), "now_T": apart[2]},
-        )
+        found = {f"truth/{f.name}": getattr(self, f.name).masked_fill(empty_T, math.nan) for f in fields(self)}
+        sampler_T = found["truth/sampler_T"]
+        return batch.replace(extras_T={**batch.extras_T, **found}, sampling_logprob_T=sampler_T)
 
 
 def _normal(uniform_T: Tensor) -> Tensor:
@@ -92,10 +110,15 @@ def _trajectory(prompt: Prompt, layout: str, answer: Answer) -> Trajectory:
         token_T=np.arange(len(layout)),
         provenance_T=provenance_T,
         logprob_T=np.where(sampled_T, -1.0, np.nan).astype(np.float32),
-        version_T=np.where(sampled_T, 0, -1).astype(np.int32),
+        version_T=np.where(sampled_T, len(layout) % VERSION, -1).astype(np.int32),
         turn_ends=tuple(run[-1] for run in turns),
         ended=Ended.TRUNCATED if answer.truncated else Ended.TERMINATED,
-        reward=Reward(answer.reward, {"first": answer.reward / 2, "second": answer.reward / 2}),
+        # In several turns, several rewards; and two parts, which are not the same.
+        reward=Reward(
+            answer.reward,
+            {"first": answer.reward, "second": float(len("".join(answer.layouts)) % 2)},
+            tuple([answer.reward / len(turns)] * len(turns)) if len(turns) > 1 else (),
+        ),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from treadle.algorithms.base import Algorithm
 from treadle.contract.check import verdicts
 
 
-def report(algorithm: Algorithm, examples: int) -> bool:
+def report(algorithm: Algorithm, examples: int, without: Sequence[str] = ()) -> bool:
     """A line for each law as it is tried, and what broke it. True if none is broken."""
     broken = silent = kept = 0
-    for verdict in verdicts(algorithm, examples):
+    for verdict in verdicts(algorithm, examples, without):
         name = f"{verdict.law.name:<13}"
         if not verdict.applies:
             silent += 1
