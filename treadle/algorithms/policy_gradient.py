@@ -122,8 +122,8 @@ class PolicyGradient(Algorithm):
             keys = vars(half).get("Config")
             if isinstance(keys, type) and not isinstance(self.config, keys):
                 raise ConfigError(
-                    f"the configuration of {type(self).__qualname__} lacks the keys of {half.__qualname__}; write a Config "
-                    "that is derived from both halves' own, or join them: Half.joined(OtherHalf)"
+                    f"the configuration of {type(self).__qualname__} lacks the keys of {half.__qualname__}; write a "
+                    "Config that is derived from both halves' own, or join them: Half.joined(OtherHalf)"
                 )
         self.kl_coefficient = self.config.kl_coefficient
         charged = self.kl_coefficient > 0
@@ -169,30 +169,30 @@ class PolicyGradient(Algorithm):
             batch = batch.replace(extras_T={**batch.extras_T, "age_T": version - batch.version_T})
         if config.overlong_share > 0:
             batch = batch.replace(extras_N={**batch.extras_N, "overlong_N": self._overlong(batch)})
-        if not config.correction.needs_pass and config.truncated == "train":
-            return self._estimated(batch)
-        before_N, batch = batch.trained_N, self._narrowed(batch)
+        compact = batch.compact()
+        if config.correction.needs_pass or config.truncated == "reject":
+            compact = self._narrowed(compact)
+        if bool(compact.mask_T.all()):
+            return self._estimated(batch, compact)
+        before_N, batch = batch.trained_N, batch.expanded(compact)
+        del compact  # as large as the batch
         rejected_N = (_by_sample(batch, before_N, "sum") > 0) & (_by_sample(batch, batch.trained_N, "sum") == 0)
-        return self._estimated(batch, ~rejected_N)
+        return self._estimated(batch, batch.compact(), ~rejected_N)
 
     def _narrowed(self, batch: Batch) -> Batch:
-        """Without what is rejected, and with importance weights."""
-        compact = batch.compact()
+        """A compact batch with importance weights, and a mask without what is rejected."""
         if self.config.truncated == "reject":
-            compact = compact.replace(mask_T=compact.mask_T & ~compact.truncated_N[compact.row_T])
-        if self.config.correction.needs_pass:
-            compact = corrected(compact, self.config.correction)
-        return batch.expanded(compact)
+            batch = batch.replace(mask_T=batch.mask_T & ~batch.truncated_N[batch.row_T])
+        return corrected(batch, self.config.correction) if self.config.correction.needs_pass else batch
 
-    def _estimated(self, batch: Batch, keep_N: Tensor | None = None) -> Batch:
+    def _estimated(self, batch: Batch, compact: Batch, keep_N: Tensor | None = None) -> Batch:
         """Advantages of the rows to keep: a sample of which nothing is left is in no baseline. Its rows have no trained
         token, so those of the others stay where they are."""
-        compact = batch.compact()
         part = compact if keep_N is None or bool(keep_N.all()) else compact.select(keep_N.nonzero()[:, 0])
         found = self._checked(self.advantages(self._charged(part.replace(counts=None))), part)
         names = ("advantage_T", "return_T", "weight_T", "mask_T", "extras_T")
         compact = compact.replace(**{name: getattr(found, name) for name in names})
-        if part is not compact and len(found) == len(compact):
+        if len(found) == len(compact):
             compact = compact.replace(signal_N=found.signal_N, extras_N=found.extras_N)
         return self._marked(batch.expanded(compact))
 

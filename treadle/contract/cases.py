@@ -116,7 +116,7 @@ def _trajectory(prompt: Prompt, layout: str, answer: Answer) -> Trajectory:
         # In several turns, several rewards; and two parts, which are not the same.
         reward=Reward(
             answer.reward,
-            {"first": answer.reward, "second": float(len("".join(answer.layouts)) % 2)},
+            {"first": answer.reward, "second": float("".join(answer.layouts).count("s") % 2)},
             tuple([answer.reward / len(turns)] * len(turns)) if len(turns) > 1 else (),
         ),
     )
