@@ -374,6 +374,12 @@ def _named(algorithm: Algorithm, overrides: Sequence[str]) -> AlgorithmConfig:
         raise ConfigError(f"algorithm={algorithm!r:.80} is not an Algorithm; give an instance, as MyAlgorithm()")
     if not isinstance(vars(algorithm).get("config"), AlgorithmConfig):
         raise ConfigError(f"{type(algorithm).__name__}.__init__ must call super().__init__(config)")
+    kind = type(algorithm)
+    if kind.joined() is not kind:
+        raise ConfigError(
+            f"{kind.__qualname__} is half an algorithm; give {kind.__qualname__}.joined()(), with a usual other half, "
+            f"or {kind.__qualname__}.joined(OtherHalf)()"
+        )
     if any(override.startswith("algorithm.") for override in overrides):
         raise ConfigError("algorithm was given from Python as an object; change its configuration there")
     unknown = (algorithm.uses | algorithm.before_advantages | algorithm.before_loss) - set(get_args(Role))
@@ -383,7 +389,8 @@ def _named(algorithm: Algorithm, overrides: Sequence[str]) -> AlgorithmConfig:
             f"{type(algorithm).__name__}: no roles are {sorted(unknown)}, and {sorted(missing)} are looked at but not "
             f"in `uses`; allowed: {', '.join(get_args(Role))}"
         )
-    name = f"{type(algorithm).__module__}:{type(algorithm).__qualname__}"
+    # A joined class is known by its halves.
+    name = algorithm.config.name if "halves" in vars(kind) else f"{kind.__module__}:{kind.__qualname__}"
     return algorithm.config.model_copy(update={"name": name})
 
 

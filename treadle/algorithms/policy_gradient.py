@@ -145,7 +145,7 @@ class PolicyGradient(Algorithm):
             self.skips_no_signal = False
 
     @classmethod
-    def joined(cls, *others: type[Joined]) -> type[Joined]:
+    def joined(cls, *others: type[Joined]) -> type[Any]:
         return join((cls, *others), PolicyGradient)
 
     @property

@@ -153,7 +153,7 @@ def _config_of(thing: Any, name: str) -> type[Config]:
 def plugin_class(name: str, folder: str) -> Any:
     """The class itself: what `my.module:Class` names, or the one class of our module that has a `Config`; the whole of
     which these are halves."""
-    parts = name.split("+")
+    parts = [part.strip() for part in name.split("+")]
     if not all(parts):
         raise ConfigError(f"{name!r}: there is a name missing beside a +; join two halves, e.g. gspo+rloo")
     things = [part_class(part, folder) for part in parts]
