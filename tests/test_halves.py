@@ -91,7 +91,7 @@ def test_a_configuration_that_lacks_keys_is_refused_where_it_is_given() -> None:
     class Both(GSPO, Critic):
         pass
 
-    with pytest.raises(ConfigError, match="the configuration of .*Both lacks the keys of Critic"):
+    with pytest.raises(ConfigError, match=r"the configuration of .*Both lacks the keys of Critic"):
         Both()
     with pytest.raises(ConfigError, match="reads a GSPOConfig, and was given a AlgorithmConfig"):
         GSPO(AlgorithmConfig())
