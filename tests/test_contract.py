@@ -366,6 +366,34 @@ class KeepsTheDull(GRPO):
         return "rewards differ" if super().keep(group) is None else None
 
 
+class SeedsEverything(GRPO):
+    def surrogate(self, batch: Batch, logprob_T: torch.Tensor, old_T: torch.Tensor) -> Surrogate:
+        torch.manual_seed(0)
+        return super().surrogate(batch, logprob_T, old_T)
+
+
+class OneTooFew(GRPO):
+    def requests(self, prompt: Prompt) -> list[Request]:
+        return super().requests(prompt)[1:]
+
+
+class RatioToTheSampler(GRPO):
+    """The ratio of an uncorrected objective is to the weights that the step started with."""
+
+    def old_logprob(self, batch: Batch, outputs: Outputs) -> torch.Tensor:
+        return batch.sampling_logprob_T
+
+
+class WeighsTheKLToo(GRPO):
+    def loss(self, batch: Batch, outputs: Outputs) -> Loss:
+        found = super().loss(batch, outputs)
+        first, *others = found.terms
+        weight_T = 1.0 if batch.weight_T is None else batch.weight_T
+        return Loss(
+            [first, *(self.term(t.term_T * weight_T, t.coefficient) for t in others)], found.metrics, found.peaks
+        )
+
+
 PLANTED: list[tuple[type[Any], str]] = [
     (NeighboursAreTheGroup, "identity"),
     (TrajectoriesAreSamples, "counted_once"),
@@ -403,6 +431,10 @@ PLANTED: list[tuple[type[Any], str]] = [
     (FleesTheReference, "kl_pulls"),
     (FleesTheReference, "entropy_bonus"),
     (KeepsTheDull, "keeps"),
+    (SeedsEverything, "repeatable"),
+    (OneTooFew, "requests"),
+    (RatioToTheSampler, "sampler_unseen"),
+    (WeighsTheKLToo, "weighted"),
 ]
 
 

@@ -12,7 +12,7 @@ from treadle.algorithms.base import Algorithm, Role
 from treadle.algorithms.policy_gradient import PolicyGradient
 from treadle.contract.cases import Answer
 from treadle.contract.laws import drawn, law
-from treadle.contract.running import Broken, advantage_of, changed, estimated, plain, same, short, update
+from treadle.contract.running import Broken, advantage_of, changed, estimated, plain, same, same_update, short, update
 
 OURS: dict[str, Any] = {
     "applies": lambda a: isinstance(a, PolicyGradient),
@@ -37,31 +37,50 @@ def rejected(algorithm: Algorithm, data: st.DataObject) -> None:
     same("the gradient", ours, theirs, more, "beside a rejected sample")
 
 
-@law("an importance weight multiplies what the objective says of a token", **OURS)
+@law("an importance weight multiplies what the objective says of a token, and nothing else", **OURS)
 def weighted(algorithm: Algorithm, data: st.DataObject) -> None:
     assert isinstance(algorithm, PolicyGradient)
-    other = changed(algorithm, kl_coefficient=0.0, entropy_coefficient=0.0)
-    assert isinstance(other, PolicyGradient)
-    other.kl_coefficient = 0.0
     if algorithm.config.correction.proximal == "interpolated":
         return  # it makes its weights itself
+    bare, held = _with_kl(algorithm, 0.0), _with_kl(algorithm, 0.1)
     case = drawn(algorithm, data)
-    batch = estimated(other, case.batch())
-    one, two = (
-        update(other, batch.replace(weight_T=torch.full(batch.token_T.shape, by)), case).gradient_T["logprob"]
-        for by in (1.0, 2.0)
-    )
-    same("the gradient", two, 2 * one, case, "once every weight was 2 instead of 1")
+    batch = estimated(held, case.batch())
+    doubled = batch.replace(weight_T=torch.full(batch.token_T.shape, 2.0))
+    single = batch.replace(weight_T=torch.full(batch.token_T.shape, 1.0))
+    one, two = (update(held, b, case).gradient_T["logprob"] for b in (single, doubled))
+    why = "once every weight was 2 instead of 1"
+    same("the gradient's growth", two - one, update(bare, single, case).gradient_T["logprob"], case, why)
+
+
+@law("without a correction the sampler's log-probs reach nothing", **OURS)
+def sampler_unseen(algorithm: Algorithm, data: st.DataObject) -> None:
+    assert isinstance(algorithm, PolicyGradient)
+    correction = algorithm.config.correction
+    if correction.proximal != "step" or correction.needs_pass:
+        return
+    case = drawn(algorithm, data)
+    batch = case.batch()
+    other = batch.replace(sampling_logprob_T=batch.sampling_logprob_T - 0.7)
+    found, wanted = estimated(algorithm, other), estimated(algorithm, batch)
+    same("advantages", advantage_of(found), advantage_of(wanted), case, "under other log-probs of the sampler")
+    ours, theirs = (update(algorithm, b, case) for b in (found, wanted))
+    same_update(ours, theirs, case, "under other log-probs of the sampler")
+
+
+def _with_kl(algorithm: PolicyGradient, coefficient: float) -> PolicyGradient:
+    """With this KL in the loss, and no entropy bonus."""
+    keys = {"kl_coefficient": coefficient, "kl_in": "loss", "kl_estimator": "k3+", "entropy_coefficient": 0.0}
+    other = changed(algorithm, **keys)
+    assert isinstance(other, PolicyGradient)
+    other.kl_coefficient = coefficient
+    other.before_loss = other.before_loss | frozenset[Role]({"reference"})
+    return other
 
 
 @law("a KL in the loss pulls every log-prob towards the reference", **OURS)
 def kl_pulls(algorithm: Algorithm, data: st.DataObject) -> None:
     assert isinstance(algorithm, PolicyGradient)
-    keys = {"kl_coefficient": 0.1, "kl_in": "loss", "kl_estimator": "k3+"}
-    other = changed(algorithm, **keys)
-    assert isinstance(other, PolicyGradient)
-    other.kl_coefficient = 0.1
-    other.before_loss = other.before_loss | frozenset[Role]({"reference"})
+    other = _with_kl(algorithm, 0.1)
     case = drawn(algorithm, data)
     batch = estimated(other, case.batch(), steps=1)
     assert batch.advantage_T is not None

@@ -95,6 +95,7 @@ def finite(algorithm: Algorithm, data: st.DataObject) -> None:
 def repeatable(algorithm: Algorithm, data: st.DataObject) -> None:
     case = drawn(algorithm, data)
     batch = case.batch()
+    torch.rand(1)  # so that a seed set anew shows
     before, noise = {n: x.clone() for n, x in _tensors(batch)}, _noise()
     done = estimated(algorithm, batch)
     if not torch.equal(advantage_of(estimated(algorithm, batch)), advantage_of(done)):
@@ -144,6 +145,14 @@ def apart(algorithm: Algorithm, data: st.DataObject) -> None:
         alone = estimated(algorithm, batch.select(rows).replace(counts=None))
         why = f"in group {group} without the other groups"
         same("advantages", advantage_of(alone), advantage_of(whole.select(rows)), case, why)
+
+
+@law("it asks for group_size samples to train of each prompt")
+def requests(algorithm: Algorithm, data: st.DataObject) -> None:
+    case = drawn(algorithm, data)
+    asked = sum(request.kind is Kind.TRAIN for request in algorithm.requests(Prompt("case:0", 0, (), (1,))))
+    if asked != algorithm.config.group_size:
+        raise Broken(f"it asks for {asked} samples to train, and group_size is {algorithm.config.group_size}", case)
 
 
 @law("a group is what it is, not what was asked for: another group_size changes no advantage")
