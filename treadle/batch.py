@@ -98,7 +98,7 @@ class Batch:
     @property
     def trained_N(self) -> Tensor:
         """Trained tokens per trajectory, int64. A trajectory with none counts in no denominator."""
-        return self.sum_N(self.mask_T.long())
+        return self.count_N(self.mask_T)
 
     def count(self) -> Counts:
         """The denominators: those this part carries, or its own."""
@@ -110,6 +110,12 @@ class Batch:
     def sum_N(self, term_T: Tensor) -> Tensor:
         """Sum a [T] tensor over each trajectory, with gradient; [N]."""
         return term_T.new_zeros(len(self)).index_add(0, self.row_T, term_T)
+
+    def count_N(self, which_T: Tensor) -> Tensor:
+        """How many tokens of each trajectory a bool tensor marks, int64."""
+        import torch
+
+        return torch.nn.functional.pad(which_T.cumsum(0), (1, 0))[self.offset_N1].diff()
 
     # ------------------------------------------------------------------ moving rows
 
@@ -179,7 +185,7 @@ class Batch:
         """Rows without a trained token whose advantage is other than zero have no signal: passes may leave them out."""
         assert self.advantage_T is not None
         moves_T = self.mask_T & (self.advantage_T != 0)
-        return self.replace(signal_N=self.signal_N & (self.sum_N(moves_T.long()) > 0))
+        return self.replace(signal_N=self.signal_N & (self.count_N(moves_T) > 0))
 
     def minibatches(self) -> list[Batch]:
         """The mini-batches, in order, each with its own denominators."""

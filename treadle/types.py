@@ -250,9 +250,10 @@ class Spread:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Spread:
-        wide = values.astype("float64")
+        wide = values.astype("float64", copy=False)
         mean = float(wide.mean()) if wide.size else 0.0
-        return cls(wide.size, mean, float(((wide - mean) ** 2).sum()))
+        apart = wide - mean
+        return cls(wide.size, mean, float(apart @ apart))
 
     def __add__(self, other: Spread) -> Spread:
         count = max(self.count + other.count, 1)
@@ -277,7 +278,8 @@ class Correlation:
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> Correlation:
         one, two = Spread.of(x), Spread.of(y)
-        return cls(one, two, float(((x.astype("float64") - one.mean) * (y.astype("float64") - two.mean)).sum()))
+        apart_x, apart_y = x.astype("float64", copy=False) - one.mean, y.astype("float64", copy=False) - two.mean
+        return cls(one, two, float(apart_x @ apart_y))
 
     def __add__(self, other: Correlation) -> Correlation:
         apart = (other.x.mean - self.x.mean) * (other.y.mean - self.y.mean)

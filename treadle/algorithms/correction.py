@@ -116,7 +116,7 @@ def kept(batch: Batch, proximal_T: Tensor, config: CorrectionConfig) -> Tensor:
             return _within(_exp(batch.sum_N(x_T) / batch.trained_N.clamp(min=1)), config)[batch.row_T]
         case "sequence-max":
             outside_T = ~_within(_exp(x_T), config)
-            return (batch.sum_N(outside_T.long()) == 0)[batch.row_T]
+            return (batch.count_N(outside_T) == 0)[batch.row_T]
 
 
 def interpolated(batch: Batch, logprob_T: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ class PolicyGradient(Algorithm):
                 f"outside of one set {type(self).__name__}().max_tokens"
             )
         span = self.max_tokens * self.config.overlong_share
-        sampled_N = batch.sum_N((batch.provenance_T == Provenance.SAMPLED).double())
+        sampled_N = batch.count_N(batch.provenance_T == Provenance.SAMPLED).double()
         over_N = ((sampled_N - self.max_tokens + span) / span).clamp(0, 1)
         return self.config.overlong_penalty * _by_sample(batch, over_N, "amax")
 

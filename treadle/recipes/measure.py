@@ -142,38 +142,42 @@ def _discrepancy(batch: Batch) -> Statistics:
     trainer has seen."""
     if batch.old_logprob_T is None:
         return {}
-    trainer_T = batch.old_logprob_T[batch.mask_T].double().numpy(force=True)
-    sampler_T = batch.sampling_logprob_T[batch.mask_T].double().numpy(force=True)
-    row_T = batch.row_T[batch.mask_T].numpy(force=True)
-    seen = ~np.isnan(trainer_T)
-    trainer_T, sampler_T, row_T = trainer_T[seen], sampler_T[seen], row_T[seen]
-    x_T, tokens = trainer_T - sampler_T, trainer_T.size
-    near_T = np.clip(x_T, -FAR, FAR)
-    r_T = np.exp(near_T)
-    rows = np.unique(row_T)
-    r_N = np.exp(np.clip(np.bincount(row_T, x_T, len(batch)), -FAR, FAR))[rows]
+    import torch
+
+    seen_T = batch.mask_T & ~batch.old_logprob_T.isnan()
+    [at_M] = seen_T.nonzero(as_tuple=True)
+    trainer_M, sampler_M = (x[at_M].double() for x in (batch.old_logprob_T, batch.sampling_logprob_T))
+    x_M, tokens = trainer_M - sampler_M, len(at_M)
+    low_M = x_M.clamp(max=FAR)
+    near_M = low_M.clamp(min=-FAR)
+    r_M = near_M.exp()
+    square = float(r_M.square().sum())
+    # Of whole trajectories that were seen.
+    x_N = batch.sum_N(torch.zeros(len(seen_T), dtype=torch.float64).index_copy_(0, at_M, x_M))
+    r_N = x_N.clamp(-FAR, FAR).exp()[batch.count_N(seen_T) > 0]
+    total, reverse = float(r_M.sum()), float((r_M * near_M - near_M.expm1()).sum())
     return {
-        "discrepancy/mean": Mean(float(np.abs(x_T).sum()), tokens),
-        "discrepancy/max": Max(float(np.abs(x_T).max(initial=0.0))),
-        "discrepancy/kl": Mean(float((np.expm1(near_T) - near_T).sum()), tokens),
-        "discrepancy/kl_reverse": Mean(float((r_T * near_T - np.expm1(near_T)).sum()), tokens),
-        "discrepancy/chi2": Mean(float(np.square(r_T - 1).sum()), tokens),
-        "discrepancy/chi2_sequence": Mean(float(np.square(r_N - 1).sum()), rows.size),
-        "discrepancy/perplexity_trainer": Mean(_perplexity(trainer_T), float(tokens > 0)),
-        "discrepancy/perplexity_sampler": Mean(_perplexity(sampler_T), float(tokens > 0)),
-        "discrepancy/effective_share": Mean(float(r_T.sum() ** 2 / max(np.square(r_T).sum(), 1e-300)), tokens),
-        "discrepancy/correlation": Correlation.of(trainer_T, sampler_T),
+        "discrepancy/mean": Mean(float(x_M.abs().sum()), tokens),
+        "discrepancy/max": Max(float(x_M.abs().max()) if tokens else 0.0),
+        "discrepancy/kl": Mean(float((low_M.expm1() - low_M).sum()), tokens),
+        "discrepancy/kl_reverse": Mean(reverse, tokens),
+        "discrepancy/chi2": Mean(float((r_M - 1).square().sum()), tokens),
+        "discrepancy/chi2_sequence": Mean(float((r_N - 1).square().sum()), len(r_N)),
+        "discrepancy/perplexity_trainer": Mean(_perplexity(trainer_M), float(tokens > 0)),
+        "discrepancy/perplexity_sampler": Mean(_perplexity(sampler_M), float(tokens > 0)),
+        "discrepancy/effective_share": Mean(total**2 / square if square else 0.0, tokens),
+        "discrepancy/correlation": Correlation.of(trainer_M.numpy(), sampler_M.numpy()),
     }
 
 
-def _perplexity(logprob_T: np.ndarray) -> float:
-    return float(np.exp(min(-logprob_T.mean(), 700.0))) if logprob_T.size else 0.0
+def _perplexity(logprob_M: Tensor) -> float:
+    return float((-logprob_M.mean()).clamp(max=700.0).exp()) if len(logprob_M) else 0.0
 
 
 def _rejected(batch: Batch) -> Statistics:
     """What was sampled to train and is in no loss."""
-    ours_T = (batch.provenance_T == Provenance.SAMPLED) & ~batch.baseline_N[batch.row_T]
-    before_N, after_N = batch.sum_N(ours_T.long()), batch.trained_N
+    before_N = batch.count_N(batch.provenance_T == Provenance.SAMPLED).masked_fill(batch.baseline_N, 0)
+    after_N = batch.trained_N
     lost = int(((before_N > 0) & (after_N == 0)).sum())
     return {
         "correction/rejected_tokens": Mean(int(before_N.sum() - after_N.sum()), int(before_N.sum())),
@@ -231,8 +235,8 @@ class Work:
 
     @classmethod
     def of(cls, batch: Batch, keep_N: Tensor) -> Work:
-        prompt_N = batch.sum_N((batch.provenance_T == Provenance.PROMPT).long())[keep_N]
-        sampled_N = batch.sum_N((batch.provenance_T == Provenance.SAMPLED).long())[keep_N]
+        prompt_N = batch.count_N(batch.provenance_T == Provenance.PROMPT)[keep_N]
+        sampled_N = batch.count_N(batch.provenance_T == Provenance.SAMPLED)[keep_N]
         length_N = batch.length_N[keep_N]
         prompts: dict[int, int] = {}
         for group, length in zip(batch.group_N[keep_N].tolist(), prompt_N.tolist(), strict=True):
