@@ -23,8 +23,8 @@ from treadle.algorithms.ratio import ratio
 from treadle.batch import Batch
 from treadle.cli import main
 from treadle.config.plugins import Plugin
-from treadle.contract.check import check, verdicts
-from treadle.contract.laws import LAWS
+from treadle.contract import keys, laws
+from treadle.contract.check import LAWS, check, verdicts
 from treadle.contract.target import algorithm_of
 from treadle.errors import ConfigError, TrainingError
 from treadle.handles import Loss, Outputs
@@ -454,6 +454,12 @@ def test_an_example_is_the_least_of_its_kind() -> None:
         "    group 0: ps earns 1 | ps earns 0 | ps earns 0 | ps earns 0 | ps earns 0 | ps earns 0\n"
         "    log-probs 0 nats apart (seed 0)"
     )
+
+
+def test_every_law_that_is_written_is_tried() -> None:
+    written = {name for module in (laws, keys) for name, thing in vars(module).items() if isinstance(thing, laws.Law)}
+    assert [law.name for law in LAWS] == list(dict.fromkeys(law.name for law in LAWS))
+    assert {law.name for law in LAWS} == written
 
 
 def test_every_law_is_broken_by_something() -> None:

@@ -72,3 +72,4 @@ def test_a_gap_that_cannot_be_exponentiated_stays_finite() -> None:
         found = measured(batch.replace(old_logprob_T=batch.sampling_logprob_T + far), groups)
         named = {n: v for n, v in found.items() if n.startswith("discrepancy/") and n != "discrepancy/correlation"}
         assert all(math.isfinite(v) for v in named.values()), named
+        assert far > 0 or found["discrepancy/kl"] == pytest.approx(1e4, rel=1e-3)

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from treadle.algorithms.base import Algorithm
-from treadle.contract import keys as _keys  # noqa: F401  (its laws join the list)
-from treadle.contract.laws import LAWS, Law
+from treadle.contract import keys, laws
+from treadle.contract.laws import Law
 from treadle.contract.running import Broken
 from treadle.errors import ConfigError, TrainingError
 
 EXAMPLES = 60
+LAWS = (*laws.LAWS, *keys.LAWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,3 +110,6 @@ def keeps(algorithm: Algorithm, data: st.DataObject) -> None:
         differ = len({s.reward.value for s in group.usable if s.reward is not None}) > 1
         if (sampling.keep(group) is None) != differ:
             raise Broken(f"keep says {sampling.keep(group)!r} of group {index}", case)
+
+
+LAWS = (rejected, weighted, sampler_unseen, kl_pulls, entropy_bonus, keeps)

@@ -47,17 +47,12 @@ class Law:
     unless: str  # why it may not apply
 
 
-LAWS: list[Law] = []
+Check = Callable[[Algorithm, st.DataObject], None]
 
 
-def law(
-    says: str, applies: Callable[[Algorithm], bool] = lambda _: True, unless: str = ""
-) -> Callable[..., Callable[..., None]]:
-    def keep(holds: Callable[[Algorithm, st.DataObject], None]) -> Callable[[Algorithm, st.DataObject], None]:
-        LAWS.append(Law(holds.__name__, says, holds, applies, unless))
-        return holds
-
-    return keep
+def law(says: str, applies: Callable[[Algorithm], bool] = lambda _: True, unless: str = "") -> Callable[[Check], Law]:
+    """Makes a law of the function that raises `Broken` where it does not hold."""
+    return lambda holds: Law(holds.__name__, says, holds, applies, unless)
 
 
 def drawn(algorithm: Algorithm, data: st.DataObject, **how: object) -> Case:
@@ -448,3 +443,32 @@ def _rewarded(case: Case, by: tuple[float, float]) -> Case:
 def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
     found = ((name, getattr(batch, name)) for name in type(batch).__dataclass_fields__)
     return [(name, value) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+LAWS = (
+    declared,
+    finite,
+    repeatable,
+    identity,
+    apart,
+    requests,
+    sizes,
+    prompts,
+    equal_groups,
+    tiny_spread,
+    no_signal,
+    skipping,
+    direction,
+    pulled_back,
+    order,
+    split,
+    masked,
+    degenerate,
+    counted_once,
+    shift,
+    scale,
+    defined,
+    remembers,
+    terminated,
+    towards,
+)
