@@ -28,7 +28,7 @@ Role = Literal["policy", "reference", "critic"]
 class AlgorithmConfig(Config):
     """Keys that every algorithm has."""
 
-    name: str = key("module of treadle.algorithms, or my.module:Class", default="grpo")
+    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="grpo")
     group_size: int = key("samples asked of each prompt", default=8, ge=1, le=2**16)
     aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
     constant_length: int = key("L of aggregate=constant, tokens", default=1024, ge=1, le=2**31)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class CISPOConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="cispo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="cispo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     clip_low: float = key("weights are at least 1 - clip_low", default=1.0, gt=0, le=1)
     clip_high: float = key("weights are at most 1 + clip_high", default=4.0, gt=0, le=1e3)
 

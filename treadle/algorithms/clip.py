@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clipping import clipped_surrogate, dual_clipped
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ClipConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="clip")
+    name: str = key_of(AlgorithmConfig, "name", default="clip")
     clip_low: float = key("the ratio is clipped below 1 - clip_low", default=0.2, gt=0, le=1)
     clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.2, gt=0, le=1e3)
     dual_clip: float | None = key("a token of negative advantage costs at most this × |A|", default=None, ge=1, le=1e6)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clip import Clip, ClipConfig
 from treadle.algorithms.covariance import covariance, drawn
 from treadle.algorithms.policy_gradient import Surrogate
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate, Outputs
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class ClipCovConfig(ClipConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="clip_cov")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="clip_cov")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     cov_low: float = key("smallest covariance of a token that may be drawn", default=1.0, ge=0, le=1e6)
     cov_high: float = key("largest one", default=5.0, ge=0, le=1e6)
     share: float = key("tokens drawn, of all of the mini-batch; one at least", default=2e-4, gt=0, le=1)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from treadle.algorithms.advantages import whiten
-from treadle.algorithms.base import Role
+from treadle.algorithms.base import AlgorithmConfig, Role
 from treadle.algorithms.clipping import clipped_value_error
 from treadle.algorithms.gae import gae
 from treadle.algorithms.metrics import CRITIC_METRICS
 from treadle.algorithms.policy_gradient import Estimator, PolicyGradientConfig
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Loss, Outputs
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 class CriticConfig(PolicyGradientConfig):
     by_token: ClassVar[bool] = True
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="critic")
-    group_size: int = key("samples asked of each prompt", default=1, ge=1, le=2**16)
+    name: str = key_of(AlgorithmConfig, "name", default="critic")
+    group_size: int = key_of(AlgorithmConfig, "group_size", default=1)
     value_clip: float = key("how far a value may profit from moving in one batch", default=0.2, gt=0, le=1e6)
     gamma: float = key("discount per token", default=1.0, gt=0, le=1)
     lam: float = key("GAE: 0 trusts the critic, 1 trusts the rewards", default=0.95, ge=0, le=1)

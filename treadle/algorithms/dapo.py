@@ -9,25 +9,20 @@
 
 from __future__ import annotations
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clip import Clip, ClipConfig
 from treadle.algorithms.group_relative import GroupRelative, GroupRelativeConfig
-from treadle.config import key
+from treadle.algorithms.policy_gradient import PolicyGradientConfig
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 
 class DAPOConfig(ClipConfig, GroupRelativeConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="dapo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
-    clip_high: float = key("the ratio is clipped above 1 + clip_high", default=0.28, gt=0, le=1e3)
-    dynamic_sampling: bool = key(
-        "drop groups whose rewards are all equal and sample others in their place", default=True
-    )
-    overlong_share: float = key(
-        "last part of the token limit in which an answer loses reward, more with every token; 0: none",
-        default=0.2,
-        ge=0,
-        le=1,
-    )
+    name: str = key_of(AlgorithmConfig, "name", default="dapo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
+    clip_high: float = key_of(ClipConfig, "clip_high", default=0.28)
+    dynamic_sampling: bool = key_of(PolicyGradientConfig, "dynamic_sampling", default=True)
+    overlong_share: float = key_of(PolicyGradientConfig, "overlong_share", default=0.2)
 
 
 class DAPO(Clip, GroupRelative):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ TRUNCATE = 20.0
 
 
 class DPPOConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="dppo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="dppo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     divergence: Literal["tv", "kl"] = key("what is bounded", default="tv")
     limit: float = key("δ: the divergence up to which a token moves on (kl: 0.05 is usual)", default=0.15, gt=0, le=1e3)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.algorithms.advantages import group_relative
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig
-from treadle.config import key
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class DrGRPOConfig(GroupConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="dr_grpo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="constant")
+    name: str = key_of(AlgorithmConfig, "name", default="dr_grpo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="constant")
 
 
 class DrGRPO(Estimator):

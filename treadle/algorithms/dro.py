@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.kl import FAR
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate, whole_sequences
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class DROConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="dro")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-sum")
+    name: str = key_of(AlgorithmConfig, "name", default="dro")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-sum")
     level: Literal["sequence", "token"] = key("whose log-ratio is squared", default="sequence")
     beta: float = key("β: how strongly a log-ratio is held back", default=0.1, gt=0, le=1e3)
 

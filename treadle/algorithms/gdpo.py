@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from treadle.algorithms.advantages import group_relative, whiten
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig, uncharged
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.errors import TrainingError
 from treadle.handles import Aggregate
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class GDPOConfig(GroupConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="gdpo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="gdpo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     part_weights: dict[str, float] = key("weights of the reward's parts by name; 1 where not given", default={})
 
     @model_validator(mode="after")

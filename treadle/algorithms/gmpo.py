@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate, whole_sequences
 from treadle.algorithms.ratio import SATURATION
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class GMPOConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="gmpo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="gmpo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     clip_low: float = key("log-ratios of tokens are clipped below -clip_low, nats", default=0.4, gt=0, le=20)
     clip_high: float = key("log-ratios of tokens are clipped above clip_high, nats", default=0.4, gt=0, le=20)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from treadle.algorithms.advantages import Scale, group_relative
 from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class GroupRelativeConfig(GroupConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="group_relative")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="group_relative")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     scale: Scale = key("std: divide by the group's standard deviation; none: only centre", default="std")
 
 

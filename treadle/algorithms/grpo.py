@@ -9,19 +9,19 @@ The paper has β = 0.04 and k3 for the KL; today's practice, and the default, is
 
 from __future__ import annotations
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clip import Clip, ClipConfig
 from treadle.algorithms.group_relative import GroupRelative, GroupRelativeConfig
 from treadle.algorithms.kl import Estimator as KLEstimator
-from treadle.config import key
+from treadle.algorithms.policy_gradient import PolicyGradientConfig
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 
 class GRPOConfig(ClipConfig, GroupRelativeConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="grpo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
-    kl_estimator: KLEstimator = key(
-        "k1, k2, k3, abs; with +: gradient of k2, the right one in a loss (see kl.py)", default="k3"
-    )
+    name: str = key_of(AlgorithmConfig, "name", default="grpo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
+    kl_estimator: KLEstimator = key_of(PolicyGradientConfig, "kl_estimator", default="k3")
 
 
 class GRPO(Clip, GroupRelative):

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clipping import clipped_surrogate
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate, whole_sequences
 from treadle.algorithms.ratio import ratio, sequence_ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class GSPOConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="gspo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="gspo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     level: Literal["sequence", "token"] = key("whether tokens have advantages of their own", default="sequence")
     clip_low: float = key("the ratio is clipped below 1 - clip_low", default=3e-4, gt=0, le=1)
     clip_high: float = key("the ratio is clipped above 1 + clip_high", default=4e-4, gt=0, le=1e3)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class ImportanceConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="importance")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="importance")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     truncate: float | None = key("largest ratio that weights a gradient; null: none", default=None, ge=1, le=1e6)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.covariance import covariance, largest
 from treadle.algorithms.kl import kl
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate, Outputs
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class KLCovConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="kl_cov")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="kl_cov")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     share: float = key("tokens that are held back, of all of the mini-batch; one at least", default=2e-3, gt=0, le=1)
     beta: float = key("β: how strongly", default=1.0, gt=0, le=1e3)
 

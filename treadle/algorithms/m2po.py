@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.kl import FAR
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate, Outputs
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class M2POConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="m2po")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="m2po")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     limit: float = key("τ: largest mean of the squared log-ratio, nats²", default=0.04, gt=0, le=1e3)
 
 

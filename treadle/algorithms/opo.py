@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.algorithms.advantages import samples, weighted_baseline
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig
-from treadle.config import key
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class OPOConfig(GroupConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="opo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-sum")
+    name: str = key_of(AlgorithmConfig, "name", default="opo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-sum")
 
 
 class OPO(Estimator):

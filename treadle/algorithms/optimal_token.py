@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from treadle.algorithms.advantages import samples
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.gae import running_sums
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig
-from treadle.config import key
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 class OptimalTokenConfig(GroupConfig):
     by_token: ClassVar[bool] = True
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="optimal_token")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-sum")
+    name: str = key_of(AlgorithmConfig, "name", default="optimal_token")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-sum")
 
 
 class OptimalToken(Estimator):

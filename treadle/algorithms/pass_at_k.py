@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from treadle.algorithms.advantages import samples
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, GroupConfig, uncharged
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class PassAtKConfig(GroupConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="pass_at_k")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="pass_at_k")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     k: int = key("answers of which the best counts", default=4, ge=1, le=2**16)
     passed: float = key("the reward from which an answer counts as passed", default=1.0, ge=-1e6, le=1e6)
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Literal
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.clip import Clip, ClipConfig
 from treadle.algorithms.critic import Critic, CriticConfig
 from treadle.algorithms.kl import Estimator as KLEstimator
-from treadle.config import key
+from treadle.algorithms.policy_gradient import PolicyGradientConfig
+from treadle.config import key_of
 
 
 class PPOConfig(ClipConfig, CriticConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="ppo")
-    group_size: int = key("samples asked of each prompt", default=1, ge=1, le=2**16)
-    minibatches: int = key("optimizer steps per batch", default=4, ge=1, le=2**20)
-    kl_in: Literal["loss", "reward"] = key("where the KL is charged", default="reward")
-    kl_estimator: KLEstimator = key(
-        "k1, k2, k3, abs; with +: gradient of k2, the right one in a loss (see kl.py)", default="k1+"
-    )
+    name: str = key_of(AlgorithmConfig, "name", default="ppo")
+    group_size: int = key_of(AlgorithmConfig, "group_size", default=1)
+    minibatches: int = key_of(AlgorithmConfig, "minibatches", default=4)
+    kl_in: Literal["loss", "reward"] = key_of(PolicyGradientConfig, "kl_in", default="reward")
+    kl_estimator: KLEstimator = key_of(PolicyGradientConfig, "kl_estimator", default="k1+")
 
 
 class PPO(Clip, Critic):

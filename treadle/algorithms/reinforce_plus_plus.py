@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from treadle.algorithms.advantages import whiten
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.gae import discounted_sums
 from treadle.algorithms.kl import Estimator as KLEstimator
 from treadle.algorithms.policy_gradient import Estimator, PolicyGradientConfig
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
 
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
     by_token: ClassVar[bool] = True
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="reinforce_plus_plus")
-    group_size: int = key("samples asked of each prompt", default=1, ge=1, le=2**16)
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="reinforce_plus_plus")
+    group_size: int = key_of(AlgorithmConfig, "group_size", default=1)
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
     gamma: float = key("discount per token", default=1.0, gt=0, le=1)
-    kl_in: Literal["loss", "reward"] = key("where the KL is charged", default="reward")
-    kl_estimator: KLEstimator = key(
-        "k1, k2, k3, abs; with +: gradient of k2, the right one in a loss (see kl.py)", default="k1+"
-    )
+    kl_in: Literal["loss", "reward"] = key_of(PolicyGradientConfig, "kl_in", default="reward")
+    kl_estimator: KLEstimator = key_of(PolicyGradientConfig, "kl_estimator", default="k1+")
 
 
 class ReinforcePlusPlus(Estimator):

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.algorithms.advantages import group_relative, whiten
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.kl import Estimator as KLEstimator
-from treadle.algorithms.policy_gradient import Estimator, GroupConfig
-from treadle.config import key
+from treadle.algorithms.policy_gradient import Estimator, GroupConfig, PolicyGradientConfig
+from treadle.config import key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -20,13 +21,9 @@ if TYPE_CHECKING:
 
 
 class ReinforcePlusPlusBaselineConfig(GroupConfig):
-    name: str = key(
-        "module of treadle.algorithms, or my.module:Class; two joined by +", default="reinforce_plus_plus_baseline"
-    )
-    aggregate: Aggregate = key("how per-token terms become one loss", default="token-mean")
-    kl_estimator: KLEstimator = key(
-        "k1, k2, k3, abs; with +: gradient of k2, the right one in a loss (see kl.py)", default="k2"
-    )
+    name: str = key_of(AlgorithmConfig, "name", default="reinforce_plus_plus_baseline")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="token-mean")
+    kl_estimator: KLEstimator = key_of(PolicyGradientConfig, "kl_estimator", default="k2")
 
 
 class ReinforcePlusPlusBaseline(Estimator):

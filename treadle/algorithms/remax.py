@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Estimator, PolicyGradientConfig
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 from treadle.types import Kind, Request
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ReMaxConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="remax")
+    name: str = key_of(AlgorithmConfig, "name", default="remax")
     group_size: int = key("samples asked of each prompt, beside the greedy one", default=1, ge=1, le=2**16)
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-sum")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-sum")
 
 
 class ReMax(Estimator):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.algorithms.base import AlgorithmConfig
 from treadle.algorithms.policy_gradient import Objective, PolicyGradientConfig, Surrogate
 from treadle.algorithms.ratio import ratio
-from treadle.config import key
+from treadle.config import key, key_of
 from treadle.handles import Aggregate
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class SAPOConfig(PolicyGradientConfig):
-    name: str = key("module of treadle.algorithms, my.module:Class, two joined by +", default="sapo")
-    aggregate: Aggregate = key("how per-token terms become one loss", default="sequence-mean-token-mean")
+    name: str = key_of(AlgorithmConfig, "name", default="sapo")
+    aggregate: Aggregate = key_of(AlgorithmConfig, "aggregate", default="sequence-mean-token-mean")
     temperature_positive: float = key("τ where the advantage is positive", default=1.0, gt=0, le=1e3)
     temperature_negative: float = key("τ where it is negative", default=1.05, gt=0, le=1e3)
 

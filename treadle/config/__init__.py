@@ -1,6 +1,6 @@
 """Typed configuration: models, loading with overrides, errors that name the nearest valid key."""
 
-from treadle.config.base import Config, key
+from treadle.config.base import Config, key, key_of
 from treadle.config.load import dump, leaves, load, plain
 from treadle.config.plugins import check_name, config_class, name_schema, plugin, plugin_class, resolve
 
@@ -10,6 +10,7 @@ __all__ = [
     "config_class",
     "dump",
     "key",
+    "key_of",
     "leaves",
     "load",
     "name_schema",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -52,6 +53,13 @@ def key(meaning: str, *, default: Any = ..., **constraints: Any) -> Any:
     if callable(default):
         return Field(default_factory=default, description=meaning, **constraints)
     return Field(default, description=meaning, **constraints)
+
+
+def key_of(model: type[BaseModel], name: str, *, default: Any) -> Any:
+    """The key that `model` has by this name, its meaning and range included, with another default."""
+    field = copy(model.model_fields[name])
+    field.default, field.default_factory = default, None
+    return field
 
 
 def _texts(value: Any) -> Iterator[str]:
