@@ -17,6 +17,7 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -235,3 +236,11 @@ def same(found: Tensor, right: Tensor) -> None:
     """Equal up to the float32 in which advantages are kept, and not both zero."""
     assert float(right.abs().max()) > 1e-4
     torch.testing.assert_close(found, right, rtol=2e-5, atol=1e-7)
+
+
+SUM = {"aggregate": "sequence-mean-token-sum"}
+WORLDS = pytest.mark.parametrize(("world", "size"), [(WIDE, 2), (LONG, 3)], ids=["wide", "long"])
+
+
+def around(world: World, size: int, **more: Any) -> Setting:
+    return Setting(world, world.policy(0).requires_grad_(), size, **more)

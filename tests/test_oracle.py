@@ -19,10 +19,13 @@ from torch import Tensor
 from tests.oracle_help import (
     END,
     LONG,
+    SUM,
     WIDE,
+    WORLDS,
     Answer,
     Setting,
     World,
+    around,
     by_hand,
     earned,
     expected,
@@ -38,14 +41,6 @@ from tests.oracle_help import (
 )
 from treadle.algorithms.kl import Estimator as KLEstimator
 from treadle.algorithms.kl import kl
-
-SUM = {"aggregate": "sequence-mean-token-sum"}
-WORLDS = pytest.mark.parametrize(("world", "size"), [(WIDE, 2), (LONG, 3)], ids=["wide", "long"])
-
-
-def around(world: World, size: int, **more: Any) -> Setting:
-    return Setting(world, world.policy(0).requires_grad_(), size, **more)
-
 
 # ---------------------------------------------------------------------- advantages in plain Python, one group
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.oracle_help import (
-    LONG,
-    WIDE,
+    SUM,
+    WORLDS,
     Answer,
     Setting,
     World,
+    around,
     by_hand,
     earned,
     expected,
@@ -28,13 +29,6 @@ from tests.oracle_help import (
     token_sum,
     true_gradient,
 )
-
-SUM = {"aggregate": "sequence-mean-token-sum"}
-WORLDS = pytest.mark.parametrize(("world", "size"), [(WIDE, 2), (LONG, 3)], ids=["wide", "long"])
-
-
-def around(world: World, size: int, **more: Any) -> Setting:
-    return Setting(world, world.policy(0).requires_grad_(), size, **more)
 
 
 def stale(world: World, size: int, **more: Any) -> Setting:

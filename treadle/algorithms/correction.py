@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import model_validator
 
 from treadle.algorithms.ratio import SATURATION, ratio
-from treadle.config import Config as Settings
-from treadle.config import key
+from treadle.config import Config, key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from treadle.batch import Batch
 
 
-class CorrectionConfig(Settings):
+class CorrectionConfig(Config):
     proximal: Literal["step", "sampler", "interpolated"] = key(
         "the policy that ratios are taken to: the step's first weights, the sampler, or between them by age",
         default="step",

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import create_model
 
-from treadle.config.base import Config, key
+from treadle.config.base import Config, key_of
 from treadle.config.plugins import part_class
 from treadle.errors import ConfigError
 
@@ -101,7 +101,7 @@ def _config(asked: tuple[type[Any], ...], objective: type[Any], estimator: type[
         if field in base.model_fields
     }
     name = "+".join(_name(cls) for cls in asked)
-    fields["name"] = (str, key(str(fields["name"][1].description), default=name))
+    fields["name"] = (str, key_of(objective.Config, "name", default=name))
     return create_model(
         f"{objective.__qualname__}+{estimator.__qualname__}Config", __base__=bases, __module__=__name__, **fields
     )  # pyright: ignore
