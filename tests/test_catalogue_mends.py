@@ -74,3 +74,9 @@ def test_a_joined_configuration_is_called_what_was_asked_for() -> None:
         plugin_class("rloo", "treadle.algorithms").Config(group_size=1)
     assert plugin_class("gspo+rloo", "treadle.algorithms").Config().name == "gspo+rloo"
     assert plugin_class("sapo", "treadle.algorithms").Config().name == "sapo"
+
+
+def test_a_checkpoint_of_before_coefficients_were_kept_can_be_resumed() -> None:
+    whole = made("grpo", kl_coefficient=0.3)
+    whole.restore({})
+    assert whole.state() == {"kl_coefficient": 0.3}

@@ -273,7 +273,8 @@ class PolicyGradient(Algorithm):
         return {"kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.kl_coefficient = state["kl_coefficient"]
+        # A checkpoint of before every algorithm had one: then it was fixed.
+        self.kl_coefficient = state.get("kl_coefficient", self.config.kl_coefficient)
 
 
 class Estimator(PolicyGradient):
