@@ -6,6 +6,7 @@ TreadleError
 ├── ModelError           a model directory, an architecture, a tokenizer
 ├── RewardError          a reward that raised, hung or returned what is not a reward
 ├── RolloutError         a generation engine refused or failed a request
+│   └── ReplicaLost      one of several engines died, hung, or was given up
 ├── WeightSyncError      weights that did not arrive as they were sent
 ├── TrainingError        a step that cannot go on (too many non-finite gradients, nothing left to train)
 ├── RunError             the run directory: in use, damaged, not a run, disk full
@@ -44,6 +45,10 @@ class RewardError(TreadleError):
 
 class RolloutError(TreadleError):
     """A generation engine refused or failed a request."""
+
+
+class ReplicaLost(RolloutError):
+    """One of several generation engines died, hung, or was given up; others may go on."""
 
 
 class WeightSyncError(TreadleError):

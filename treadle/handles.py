@@ -127,13 +127,39 @@ class TrainingEngine(Protocol):
     def close(self) -> None: ...
 
 
-class RolloutHandle(Protocol):
-    """A generation engine, or a pool of them: token ids in, token ids out."""
+class Generator(Protocol):
+    """Token ids in, token ids out: all that an agent sees of an engine."""
 
     async def generate(self, request: TokenRequest) -> Completion: ...
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, on_publish: OnPublish) -> None:
-        """Take these weights (None: they are shared with the trainer and already there) and stamp `version`."""
+
+Weights = Iterable[tuple[str, "Tensor"]]
+"""Full tensors by name."""
+
+
+class Shipment(Protocol):
+    """Weights on their way to other processes: where to, and what was sent."""
+
+    @property
+    def address(self) -> Any: ...
+    @property
+    def version(self) -> int: ...
+    async def verify(self, who: str, manifests: Sequence[Mapping[str, str]]) -> None:
+        """Raises `WeightSyncError` for the first tensor that arrived otherwise than it was sent."""
+        ...
+
+
+class RolloutHandle(Generator, Protocol):
+    """A generation engine, or a pool of them."""
+
+    async def load(
+        self, weights: Weights | Shipment | None, version: int, on_publish: OnPublish
+    ) -> Mapping[str, float]:
+        """Take these weights (None: they are shared with the trainer and already there) and stamp `version`.
+
+        An engine in this process takes tensors, others a shipment. Returns seconds of its parts, if it measures any.
+        Raises `WeightSyncError` for weights that do not fit or did not arrive, and for an engine that sleeps.
+        """
         ...
 
     async def pause(self) -> None:
@@ -183,7 +209,7 @@ class Publisher(Protocol):
 class Agent(Protocol):
     """How one request becomes trajectories: a single turn, a tool loop, an environment, an outside program."""
 
-    async def __call__(self, request: Request, sample_id: str, rollout: RolloutHandle) -> list[Trajectory]: ...
+    async def __call__(self, request: Request, sample_id: str, rollout: Generator) -> list[Trajectory]: ...
 
 
 class Scorer(Protocol):

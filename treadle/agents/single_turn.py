@@ -11,7 +11,7 @@ import numpy as np
 from treadle.types import Ended, Kind, Provenance, SamplingParams, TokenRequest, Trajectory, noise_key
 
 if TYPE_CHECKING:
-    from treadle.handles import RolloutHandle
+    from treadle.handles import Generator
     from treadle.types import Completion, Request
 
 _FIRST, _USUAL = 0, 1  # evaluation goes before training
@@ -32,7 +32,7 @@ class SingleTurn:
         self._sampling = sampling
         self._seed = seed
 
-    async def __call__(self, request: Request, sample_id: str, rollout: RolloutHandle) -> list[Trajectory]:
+    async def __call__(self, request: Request, sample_id: str, rollout: Generator) -> list[Trajectory]:
         params = replace(self._sampling, temperature=0.0) if request.greedy else self._sampling
         completion = await rollout.generate(
             TokenRequest(

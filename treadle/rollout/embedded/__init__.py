@@ -1,0 +1,1 @@
+from treadle.rollout.embedded.config import Config as Config

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 from treadle.errors import RolloutError, WeightSyncError
 from treadle.rollout.embedded.choice import choose
 from treadle.rollout.embedded.config import Config
-from treadle.rollout.embedded.generation import Decoder, Generation, check
+from treadle.rollout.embedded.generation import Generation
 from treadle.rollout.embedded.runner import Runner, Sampled
+from treadle.rollout.requests import Decoder, check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from treadle.handles import Device, OnPublish
+    from treadle.handles import Device, OnPublish, Shipment, Weights
     from treadle.types import Completion, TokenRequest
 
 _QUIET_ROUNDS = 8  # rounds of the event loop without a new request; a chain of awaits takes one round a link
@@ -42,6 +43,12 @@ class EmbeddedEngine:
     right only where nothing is in flight while the weights change (the runtime shares at `max_staleness = 0` alone), or
     tokens sampled under new weights would carry the version before.
     """
+
+    in_process = True
+
+    @staticmethod
+    def check(config: Config) -> None:
+        """It can run anywhere."""
 
     def __init__(
         self, model: Any, tokenizer: Decoder | None, config: Config, device: Device, *, owns_weights: bool
@@ -78,7 +85,9 @@ class EmbeddedEngine:
         self._start()
         return await generation.done
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, on_publish: OnPublish) -> None:
+    async def load(
+        self, weights: Weights | Shipment | None, version: int, on_publish: OnPublish
+    ) -> Mapping[str, float]:
         """Take new weights and stamp `version`; prompts computed before are forgotten. In flight, by `on_publish`:
 
         - "drain": they finish first, new ones wait;
@@ -88,6 +97,8 @@ class EmbeddedEngine:
         Raises `WeightSyncError` for tensors that do not fit. The model may then hold some of them, so what is in flight
         fails with the same error, and nothing is generated until a whole load has succeeded.
         """
+        if weights is not None and not isinstance(weights, Iterable):
+            raise WeightSyncError(f"version {version}: an engine in this process takes tensors, not a shipment")
         if self._owns_weights and weights is None:
             raise WeightSyncError(f"version {version}: this engine has its own copy of the weights, and was sent none")
         if not self._owns_weights and weights is not None:
@@ -108,6 +119,7 @@ class EmbeddedEngine:
             finally:
                 self._draining = False
                 self._start()
+        return {}
 
     async def pause(self) -> None:
         """Stop between two tokens. Returns when no pass is running; rows, caches and requests are kept."""
