@@ -1,0 +1,1 @@
+from treadle.rollout.vllm.config import Config as Config

@@ -1,0 +1,108 @@
+"""Proof that a vLLM worker computes with what arrived: weights are read back out of the layers after a load.
+
+Suffixes: I inputs of a layer · O its outputs · K columns that are looked at.
+
+Kernels keep weights in layouts of their own (packed, fused, tied), and a load that forgets to pack again leaves old
+ones at work without a word. But a layer applied to the j-th unit vector answers with the j-th column of its weight,
+exactly, in any precision: one product of the sum is the weight and the others are zeros. A few columns, others at each
+version, of every linear layer cost one pass with a few rows. Parameters that a worker keeps as they came are digested
+whole.
+
+Layers that are split over devices, and experts that were packed, are left to the probe.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.errors import WeightSyncError
+from treadle.weights.digest import Manifest, describe
+
+COLUMNS = 4
+_WEIGHT = ".weight"
+
+
+class Witness:
+    """Looks at the tensors on their way in, then at the layers."""
+
+    def __init__(self, version: int, *, split: bool) -> None:
+        """`split`: layers are spread over devices, so that none of them holds whole columns."""
+        self._version, self._split = version, split
+        self._columns_OK: dict[str, Tensor] = {}
+        self._where = torch.device("cpu")  # tensors arrive there: hosts and GPUs have digests of their own
+        self.layers = self.parameters = 0  # that were read back
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass them on, some columns of each matrix noted."""
+        for name, tensor in tensors:
+            self._where = tensor.device
+            if tensor.dim() == 2:
+                self._columns_OK[name] = tensor[:, self._chosen(tensor.shape[1])].clone()
+            yield name, tensor
+
+    def check(self, model: Any, manifest: Manifest) -> None:
+        """Raise `WeightSyncError` naming the first parameter or layer that does not hold what arrived."""
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        for name, parameter in model.named_parameters():
+            self._parameter(name, parameter, manifest)
+        if self._split:
+            return
+        fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # of some of vLLM's models
+        for name, layer in model.named_modules():
+            if isinstance(layer, LinearBase | VocabParallelEmbedding):
+                inputs = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
+                self._layer(name, layer, inputs, self._expected(name, fused))
+        if self.layers == 0:
+            raise WeightSyncError(
+                f"version {self._version}: no layer of {type(model).__name__} goes by a name that was published, so "
+                "none could be read back; use rollout.name=embedded for this architecture"
+            )
+
+    def _parameter(self, name: str, parameter: Tensor, manifest: Manifest) -> None:
+        if name not in manifest or parameter.numel() == 0:
+            return
+        kind, _, digest = manifest[name].rpartition(" ")
+        rows = kind[kind.index("[") + 1 : -1].split(", ")[0]
+        whole = parameter[: int(rows)] if rows and parameter.dim() else parameter  # a vocabulary may be padded
+        held = describe(whole.to(self._where))
+        if held.rpartition(" ")[0] != kind:
+            return  # another shape: a slice of it, or packed
+        if held.rpartition(" ")[2] != digest:
+            raise WeightSyncError(f"version {self._version}: '{name}' arrived, but the engine holds other values")
+        self.parameters += 1
+
+    def _expected(self, name: str, fused: Mapping[str, list[str]]) -> Tensor | None:
+        """Columns of the whole matrix of a linear layer, joined of the parts that it is fused of."""
+        parent, dot, last = name.rpartition(".")
+        parts = [f"{parent}{dot}{part}{_WEIGHT}" for part in fused.get(last, [last])]
+        if last == "lm_head" and parts[0] not in self._columns_OK:
+            parts = [n for n in self._columns_OK if n.endswith("embed_tokens.weight")]  # tied
+        if not parts or not all(part in self._columns_OK for part in parts):
+            return None
+        return torch.cat([self._columns_OK[part] for part in parts])
+
+    def _layer(self, name: str, layer: Any, inputs: int, expected_OK: Tensor | None) -> None:
+        if expected_OK is None or layer.quant_method is None:
+            return
+        chosen = self._chosen(inputs)
+        unit_KI = torch.zeros(len(chosen), inputs, dtype=expected_OK.dtype, device=expected_OK.device)
+        unit_KI[range(len(chosen)), chosen] = 1
+        held_OK = layer.quant_method.apply(layer, unit_KI)[:, : len(expected_OK)].T
+        if not torch.equal(held_OK, expected_OK.to(held_OK)):
+            output, column = (held_OK != expected_OK.to(held_OK)).nonzero()[0].tolist()
+            raise WeightSyncError(
+                f"version {self._version}: the engine's '{name}' computes with other weights than those that arrived "
+                f"(output {output}, input {chosen[column]}): a packed or tied matrix that was left old looks like this"
+            )
+        self.layers += 1
+
+    def _chosen(self, inputs: int) -> list[int]:
+        """Columns to look at: others at each version, the same for all matrices of as many inputs."""
+        return sorted(random.Random(f"{self._version}/{inputs}").sample(range(inputs), min(COLUMNS, inputs)))
