@@ -141,7 +141,7 @@ def test_files_keys_commands_metrics_and_names_in_sentences_exist(page: Path) ->
         elif match := re.fullmatch(r"treadle\.(\w+)(\.\w+)*(\(.*\))?", code):
             known = match[1] in treadle.__all__ or importlib.util.find_spec(f"treadle.{match[1]}") is not None
             assert known, where
-        elif re.fullmatch(r"\w+/[\w@:/]+", code) and code.partition("/")[0] in METRIC_FAMILIES:
+        elif re.fullmatch(r"\w+/[\w@:/]*[\w@:]", code) and code.partition("/")[0] in METRIC_FAMILIES:
             assert METRICS.find(code) is not None, where
         elif (match := re.fullmatch(r"(\w+)((\.\w+)+)(=.*)?", code)) and match[1] in config_sections():
             key = match[1] + match[2]
@@ -151,7 +151,8 @@ def test_files_keys_commands_metrics_and_names_in_sentences_exist(page: Path) ->
 def looks_like_a_file(code: str) -> bool:
     """A file of this repository, not one of a run or of a reader's own, nor the name of a metric."""
     first, suffix = code.split("/")[0], Path(code).suffix
-    return first not in RUN_FILES and (suffix != "" or (code.endswith("/") and first not in METRIC_FAMILIES))
+    ours = first not in METRIC_FAMILIES or (ROOT / "treadle" / first).is_dir()
+    return first not in RUN_FILES and (suffix != "" or (code.endswith("/") and ours))
 
 
 @cache

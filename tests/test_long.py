@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from statistics import mean
@@ -13,6 +15,8 @@ import treadle
 from benchmarks import catalogue
 from benchmarks.learning import gains, table, train
 from tests.runs import ROOT, books, command, finish, metrics, samples, settings, write
+from tests.test_vllm_run import engines
+from treadle.runs.metrics import read_rows
 
 pytestmark = pytest.mark.long
 
@@ -56,3 +60,35 @@ def test_chaos(seed: int, staleness: int, tiny_model: Path, tmp_path: Path) -> N
         treadle.train({**config, "run": {"dir": str(tmp_path / "whole"), "checkpoint_every": 3}})
         assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
         assert samples(tmp_path / "run") == samples(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_engines_killed_and_stopped_at_random_lose_nothing(staleness: int, tiny_model: Path, tmp_path: Path) -> None:
+    """Two vLLM engines; every few seconds one of those there is killed or stopped, wherever it was."""
+    rollout = {"name": "vllm", "threads": 1, "replicas": 2, "kv_cache_gb": 0.1, "timeout": 8.0, "restarts": 1000}
+    config = settings(
+        tmp_path,
+        tiny_model,
+        steps=400,
+        max_staleness=staleness,
+        rollout=rollout | {"weights": {"timeout": 8.0}},
+        sampling={"max_tokens": 200},
+    )
+    process = command("train", write(tmp_path, config))
+    noise, blows = random.Random(staleness), 0
+    while process.poll() is None:
+        time.sleep(noise.uniform(2.0, 12.0))
+        there = engines(process.pid) if process.poll() is None else []
+        if there:
+            os.kill(noise.choice(there), noise.choice([signal.SIGKILL, signal.SIGSTOP]))
+            blows += 1
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 400
+    assert blows >= 3
+    assert rows[-1]["rollout/fenced"] >= 2
+    assert max(row["staleness/max"] for row in rows) <= staleness
+    found = books(tmp_path / "run")
+    assert None not in found
+    assert found["trained"] == 400 * 2 * 4

@@ -100,6 +100,10 @@ class World:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.handed_out = state["handed_out"]
 
+    # RolloutHandle
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
     # Agent: two tokens, the second half of the generation after the first; each carries its version
     async def agent(self, request: Request, sample_id: str, rollout: Any) -> list[Trajectory]:
         self.in_flight += 1

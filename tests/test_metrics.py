@@ -54,6 +54,7 @@ def test_what_runs_write_is_defined_and_what_is_defined_is_written(tiny_model: P
             "max_staleness": 1,
             "algorithm": {"name": "rloo", "group_size": 4, "correction": {"weight": "token"}},
         },
+        "engines": {"rollout": {"name": "vllm", "weights": {"delta": True}}},
     }.items():
         config = run_settings(tmp_path, tiny_model, steps=2, run={"dir": str(tmp_path / name)}, **change)
         held_out = config["data"]["train"] if name == "grpo" else None

@@ -22,7 +22,7 @@ from treadle.handles import ModelHandle
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.rollout.embedded.engine import EmbeddedEngine
 from treadle.types import Prompt, SamplingParams
-from treadle.weights.publish import LocalPublisher
+from treadle.weights.publish import LocalPublisher, Prober
 from treadle.workers.models import PolicyWorker
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -39,12 +39,14 @@ class Pair:
         tokenizer = load_tokenizer(str(path))
         self.rollout = EmbeddedEngine(self.model, tokenizer, EmbeddedConfig(), self.device, owns_weights=not shared)
         self.publisher = LocalPublisher(
-            policy=cast(ModelHandle, LocalGroup(PolicyWorker(self.trainer, GRPO()), self.device)),
             rollout=self.rollout,
             device=self.device,
-            probe=Prompt("probe", 0, (), (1, 2, 3)),
-            agent=SingleTurn(tokenizer, SamplingParams(temperature=0.0, max_tokens=4), seed=0),
-            tolerance=1e-3,
+            prober=Prober(
+                policy=cast(ModelHandle, LocalGroup(PolicyWorker(self.trainer, GRPO()), self.device)),
+                probe=Prompt("probe", 0, (), (1, 2, 3)),
+                agent=SingleTurn(tokenizer, SamplingParams(temperature=0.0, max_tokens=4), seed=0),
+                tolerance=1e-3,
+            ),
             on_publish="resume",
             sent=None if shared else self.trainer.export,
             held=None if shared else lambda: self.model.state_dict().items(),

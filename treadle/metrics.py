@@ -140,7 +140,27 @@ OURS: tuple[Metric, ...] = (
         "correction/rejected_tokens", "share", "sampled tokens that no loss counts: `correction`, `truncated=reject`"
     ),
     Metric("correction/rejected", "share", "trajectories of which no token is left by that", "sequence"),
+    # publishes
     Metric("publish/probe_gap", "nats", "largest difference of the two log-probs on the probe after a publish", "max"),
+    Metric("publish/seconds", "seconds", "a whole publish to engines in other processes, its probe included", "step"),
+    Metric("publish/assembly", "seconds", "of it, gathering and casting weights and finding what changed", "step"),
+    Metric("publish/wire", "seconds", "handing them to the transport, and waiting for receivers that are full", "step"),
+    Metric("publish/pause", "seconds", "generation stood still", "step"),
+    Metric("publish/load", "seconds", "the engines loaded what had arrived", "step"),
+    Metric("publish/readback", "seconds", "they read it back out of their layers", "step"),
+    Metric("publish/probe", "seconds", "they answered the probe, and the policy scored it", "step"),
+    Metric("publish/digest", "seconds", "they digested what arrived, beside the wire", "step"),
+    Metric("publish/megabytes", "MB", "bytes sent, once for all engines", "step"),
+    Metric("publish/unchanged", "share", "weights with the bits of the publish before (weights.delta)", "step"),
+    # engines in processes of their own
+    Metric("rollout/fenced", "engines", "rollout engines given up so far, because they died or hung", "max"),
+    Metric("rollout/continued", "requests", "requests that went on elsewhere after that, so far", "max"),
+    Metric("rollout/waiting", "requests", "requests that no engine serves yet, at the end of the step", "max"),
+    Metric("rollout/{engine}/queue", "requests", "requests that wait inside an engine, at the end of the step", "max"),
+    Metric("rollout/{engine}/running", "requests", "requests that an engine serves, at the end of the step", "max"),
+    Metric("rollout/{engine}/tokens_per_second", "tokens/s", "tokens of an engine since the step before", "max"),
+    Metric("rollout/{engine}/prefix_hits", "share", "prompt tokens that an engine found in its cache, so far", "max"),
+    Metric("rollout/{engine}/preemptions", "requests", "requests that an engine put off for want of cache", "max"),
     # what a training engine says of each role; role: policy, critic
     Metric("{role}/loss", "1", "the loss, normalised over the mini-batch", "update"),
     Metric("{role}/tokens", "tokens", "trained tokens of a mini-batch", "update"),

@@ -26,7 +26,7 @@ from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
-from treadle.handles import Cost, ModelHandle, PromptSource, RewardFunction, RolloutHandle, Scorer, TrainedHandle
+from treadle.handles import Cost, ModelHandle, PromptSource, Publisher, RewardFunction, Scorer, TrainedHandle
 from treadle.metrics import Registry
 from treadle.recipes.collect import Sampler
 from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig, load_config
@@ -42,8 +42,16 @@ from treadle.runs.metrics import plain
 from treadle.runs.recorder import Recorder
 from treadle.runs.trackers.base import Tracker
 from treadle.runs.trackers.tracking import Tracking, make_trackers
-from treadle.types import Prompt, SamplingParams
-from treadle.weights.publish import TOLERANCE, LocalPublisher
+from treadle.types import Prompt
+from treadle.weights.publish import (
+    PROBE,
+    PROBE_TOKENS,
+    TOLERANCE,
+    LocalPublisher,
+    Prober,
+    ShippingPublisher,
+    probe_tokens,
+)
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
 
 if TYPE_CHECKING:
@@ -191,8 +199,10 @@ class _Parts:
     held_out: list[Prompt]
     scorer: Scorer
     policy: TorchEngine
-    rollout: RolloutHandle
-    rollout_model: Any
+    rollout: Any  # a RolloutHandle
+    rollout_model: Any  # None: engines in other processes have their own
+    context: int  # tokens of a prompt and its answer that are served
+    sender: Any  # a policy that sends its weights to engines in other processes
     observers: dict[Role, ModelHandle]
     learners: dict[Role, TrainedHandle]
     speed: Speed | None
@@ -204,17 +214,25 @@ class _Parts:
         params = drawn.params(self.config.sampling.max_tokens, self.config.sampling.stop, ends)
         return SingleTurn(self.tokenizer, params, self.config.seed)
 
-    def publisher(self) -> LocalPublisher:
+    def publisher(self) -> Publisher:
+        from treadle.engines.torch.model import own_tensors
+
+        text = tuple(self.tokenizer.encode("The quick brown fox"))
+        prober = Prober(
+            policy=self.observers["policy"],
+            probe=Prompt("probe", 0, (), probe_tokens(text, self.context)),
+            agent=SingleTurn(self.tokenizer, PROBE, self.config.seed),
+            tolerance=TOLERANCE[self.policy.config.dtype],
+        )
+        if self.rollout_model is None:
+            return ShippingPublisher(self.sender, self.rollout, prober, self.config.on_publish)
         shared = self.rollout_model is self.policy.model
         return LocalPublisher(
-            policy=self.observers["policy"],
             rollout=self.rollout,
             device=self.device,
-            probe=Prompt("probe", 0, (), tuple(self.tokenizer.encode("The quick brown fox"))),
-            agent=SingleTurn(self.tokenizer, SamplingParams(temperature=0.0, max_tokens=4), self.config.seed),
-            tolerance=TOLERANCE[self.policy.config.dtype],
+            prober=prober,
             on_publish=self.config.on_publish,
-            sent=None if shared else self.policy.export,
+            sent=None if shared else lambda: own_tensors(self.policy.model),
             held=None if shared else lambda: self.rollout_model.state_dict().items(),
         )
 
@@ -242,11 +260,15 @@ async def _parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[_Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import check_vocabulary, context_length, load_model, load_tokenizer
+    from treadle.engines.torch.model import check_vocabulary, context_length, find, load_model, load_tokenizer
 
     async with AsyncExitStack() as stack:
-        tokenizer = load_tokenizer(config.model)
-        data = config.data.model_copy(update={"max_prompt_tokens": _room(config, context_length(config.model))})
+        generation = _engine("rollout", config.rollout.name)
+        generation.check(config.rollout)
+        tokenizer, context = load_tokenizer(config.model), context_length(config.model)
+        data = config.data.model_copy(update={"max_prompt_tokens": _room(config, context)})
+        longest = max(data.max_prompt_tokens + config.sampling.max_tokens, PROBE_TOKENS + PROBE.max_tokens)
+        served = longest if context is None else min(longest, context)  # tokens of a prompt and its answer
         source = train_source(data, tokenizer, config.seed)
         held_out = evaluation_source(data, tokenizer)
         given = {} if reward is None else {function_name(reward): reward}
@@ -267,7 +289,9 @@ async def _parts(
                 check_vocabulary(engines["policy"].model, engine.model, tokenizer, role)
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
             shared = config.max_staleness == 0
-            generator = engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
+            generator = None
+            if generation.in_process:
+                generator = engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
             return engines, generator, _speed(engines) if training else None
 
         engines, generator, speed = await device.run(build)
@@ -277,9 +301,20 @@ async def _parts(
             "critic": lambda engine: CriticWorker(engine, algorithm),
         }
         groups: dict[Role, Any] = {role: LocalGroup(workers[role](engine), device) for role, engine in engines.items()}
-        rollout = _engine("rollout", config.rollout.name)(
-            generator, tokenizer, config.rollout, device, owns_weights=generator is not engines["policy"].model
-        )
+        policy = engines["policy"].model
+        if generation.in_process:
+            rollout = generation(generator, tokenizer, config.rollout, device, owns_weights=generator is not policy)
+        else:
+            rollout = await generation.start(
+                find(config.model),
+                config.rollout,
+                dtype=config.trainer.dtype,
+                context=served,
+                vocabulary=policy.get_input_embeddings().weight.shape[0],
+                decoder=tokenizer,
+                directory=Path(config.run.dir),
+            )
+            stack.push_async_callback(groups["policy"].close)
         stack.push_async_callback(rollout.close)
         yield _Parts(
             config=config,
@@ -291,6 +326,8 @@ async def _parts(
             policy=engines["policy"],
             rollout=rollout,
             rollout_model=generator,
+            context=served,
+            sender=groups["policy"],
             observers=groups,
             learners={role: groups[role] for role in algorithm.trains},
             speed=speed,

@@ -17,7 +17,7 @@ from treadle.data.config import DataConfig
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import OnPublish
 from treadle.rewards.config import RewardConfig
-from treadle.rollout.embedded.config import Config as EmbeddedConfig
+from treadle.rollout.config import RolloutConfig
 from treadle.runs.config import RunConfig
 from treadle.types import SamplingParams
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treadle.recipes.collect import FailureBudget
 
 Algorithm = Annotated[AlgorithmConfig, plugin("treadle.algorithms", default="grpo")]
+Rollout = Annotated[RolloutConfig, plugin("treadle.rollout", default="embedded")]
 
 
 class SamplingConfig(Config):
@@ -102,7 +103,7 @@ class RLConfig(Config):
     algorithm: Algorithm = key("objective and advantages", default={"name": "grpo"})
     sampling: SamplingConfig = key("how training samples are drawn", default=SamplingConfig)
     evaluation: EvaluationConfig = key("how held-out prompts are answered", default=EvaluationConfig)
-    rollout: EmbeddedConfig = key("the engine that generates", default=EmbeddedConfig)
+    rollout: Rollout = key("the engine that generates", default={"name": "embedded"})
     trainer: TorchConfig = key("the engine that trains the policy", default=TorchConfig)
     reference: ModelConfig = key("the frozen policy that a KL term compares with", default=ModelConfig)
     critic: CriticConfig = key("the model that predicts returns, for algorithms with a critic", default=CriticConfig)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from treadle.algorithms.base import Algorithm, Role
     from treadle.batch import Batch
-    from treadle.handles import Cost
+    from treadle.handles import Cost, RolloutHandle
     from treadle.runs.progress import Progress
 
 
@@ -39,6 +39,15 @@ class Stopwatch:
         yield
         self.seconds[stage] = time.perf_counter() - begin
         self._progress.stage(stage, 1, 1)
+
+
+_OF_POOLS = ("fenced", "continued", "waiting")
+
+
+def measure_rollout(rollout: RolloutHandle) -> Statistics:
+    """What a pool of engines says of itself, and of each of them; nothing for an engine of this process."""
+    found = rollout.stats().items()
+    return {f"rollout/{name}": Max(value) for name, value in found if name in _OF_POOLS or "/" in name}
 
 
 def measure_batch(groups: Sequence[Group], batch: Batch, version: int) -> Statistics:

@@ -27,7 +27,7 @@ from treadle.batch import Batch
 from treadle.errors import TrainingError
 from treadle.recipes.collect import Collector, Sampler, first, gather
 from treadle.recipes.evaluate import evaluate
-from treadle.recipes.measure import Stopwatch, measure_batch, measure_speed
+from treadle.recipes.measure import Stopwatch, measure_batch, measure_rollout, measure_speed
 from treadle.recipes.position import Position, restore, save
 from treadle.types import Group, Max, Statistics, merge
 
@@ -111,7 +111,7 @@ async def advance(config: RLConfig, system: System, now: Position, groups: list[
             learned = merge(learned, await system.publish(version))
 
     skipped = {"data/skipped_prompts": Max(sum(system.prompts.skipped.values()))}
-    statistics = merge(learned, measure_batch(groups, batch, now.version), skipped)
+    statistics = merge(learned, measure_batch(groups, batch, now.version), measure_rollout(system.rollout), skipped)
     if system.speed is not None:
         overlap = config.max_staleness > 0
         statistics |= measure_speed(batch, watch.seconds, algorithm, roles, system.speed, overlap)

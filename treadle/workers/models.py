@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.algorithms.base import Algorithm
 from treadle.controller.verbs import everywhere, sharded
 from treadle.handles import Learned, Loss, Objective, Outputs, TrainingEngine
+from treadle.weights.stream import Address, Sent, Shipper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +75,22 @@ class PolicyWorker(TrainedWorker):
             needs=algorithm.needs,
             select=algorithm.select if algorithm.two_pass else None,
         )
+        self._shipper = Shipper()
 
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
         found = self.engine.quantities(batch, self.algorithm.observes)
         return {f"old_{name}": value for name, value in found.items()}
+
+    @everywhere
+    def publish(self, address: Address) -> Sent:
+        """Send the weights to rollout engines in other processes; rank 0's account of it."""
+        return self._shipper.send(self.engine.export(), address)
+
+    @everywhere
+    def close(self) -> None:
+        """Give back what publishing holds: shared memory, files, a process group."""
+        self._shipper.close()
 
     def _learned(self, batch: Batch, objective: Objective) -> Learned:
         """Where old log-probs are the current ones, they are noted as the objective sees them: no pass of their own."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from treadle.data.packing import plan
 from treadle.engines.torch import checkpoint
 from treadle.engines.torch.gradient import accumulate, number, scan
+from treadle.engines.torch.model import checkpoint_tensors
 from treadle.engines.torch.network import Head, Network
 from treadle.engines.torch.optimizer import Optimizer
 from treadle.types import Max, Mean, Statistics
@@ -96,12 +97,12 @@ class TorchEngine:
     # ------------------------------------------------------------------ state
 
     def export(self) -> Iterable[tuple[str, Tensor]]:
-        """Full tensors by name in compute dtype, one at a time, tied ones once; they share the model's memory."""
-        seen: set[Tensor] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if tensor not in seen:
-                seen.add(tensor)
-                yield name, tensor.detach()
+        """Full tensors by the names of a Hugging Face checkpoint in compute dtype, a layer at a time, tied ones once.
+
+        Where a checkpoint's tensors are the model's, they share its memory; others (experts that the model holds
+        stacked) are made as they are asked for.
+        """
+        return checkpoint_tensors(self.model)
 
     def save(self, path: Path) -> None:
         """Everything that training needs to go on bit for bit, into a new directory."""

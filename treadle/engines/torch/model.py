@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -112,6 +116,21 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({*ends, tokenizer.eos_token_id} - {None}))
 
 
+def own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name in the model, tied ones once; they share the model's memory."""
+    seen: set[Tensor] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor not in seen:
+            seen.add(tensor)
+            yield name, tensor.detach()
+
+
+def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name in a Hugging Face checkpoint, a layer at a time, tied ones once."""
+    for _, layer in itertools.groupby(own_tensors(model), key=lambda named: _layer(named[0])):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
 def save_pretrained(model: Any, path: Path, tokenizer: Any) -> None:
     """Write a Hugging Face directory: weights in compute dtype (tied ones once), configuration, tokenizer."""
     model.save_pretrained(path)
@@ -160,6 +179,12 @@ def _configuration(path: str) -> tuple[str, Any]:
 
 def _unusable(path: str, error: Exception) -> ModelError:
     return ModelError(f"model '{path}': its config.json cannot be used: {_said(error)}")
+
+
+def _layer(name: str) -> str:
+    """What of a tensor's name says which layer it belongs to; empty outside of layers."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
 
 
 def _vocabulary(model: Any) -> int:
