@@ -2,7 +2,9 @@
 
 Trains each seed into `runs/curves/NAME-SEED` (again: it goes on where it stopped), prints a table of held-out results
 before and after, and draws all curves into `docs/images/NAME.png`. With `--algorithm gspo`, given several times, one
-seed of each algorithm in the place of the configuration's own, drawn into `docs/images/algorithms.png`.
+seed of each algorithm in the place of the configuration's own, drawn into `docs/images/algorithms.png`; with
+`--with "rollout.name=vllm max_staleness=1"`, given several times, one seed under each of these overrides, drawn into
+`docs/images/engines.png`.
 """
 
 from __future__ import annotations
@@ -76,15 +78,25 @@ def train_algorithm(config: Path, algorithm: str, into: Path) -> Path:
     return run
 
 
+def train_with(config: Path, overrides: str, into: Path) -> Path:
+    """Train under overrides, written as on a command line; the run directory."""
+    run = into / overrides.replace(" ", ",")
+    treadle.train(config, overrides=[*overrides.split(), f"run.dir={run}"])
+    return run
+
+
 @click.command(help=__doc__)
 @click.argument("config", type=click.Path(path_type=Path, exists=True))
 @click.argument("seeds", nargs=-1, type=int)
 @click.option("--algorithm", "algorithms", multiple=True)
-def main(config: Path, seeds: Sequence[int], algorithms: Sequence[str]) -> None:
+@click.option("--with", "variants", multiple=True)
+def main(config: Path, seeds: Sequence[int], algorithms: Sequence[str], variants: Sequence[str]) -> None:
     into = ROOT / "runs" / "curves"
     runs = [train_algorithm(config, name, into / "algorithms") for name in algorithms]
+    runs += [train_with(config, overrides, into / "engines") for overrides in variants]
     runs = runs or [train(config, seed, into) for seed in seeds or (0, 1, 2)]
-    draw(runs, ROOT / "docs" / "images" / f"{'algorithms' if algorithms else config.stem}.png")
+    name = "algorithms" if algorithms else "engines" if variants else config.stem
+    draw(runs, ROOT / "docs" / "images" / f"{name}.png")
     click.echo(table(runs))
 
 

@@ -19,7 +19,8 @@ Made from the code by `make docs-metrics`: everything that a run writes into `me
 *Counts once* says what a mean is over. It is one sum divided by one count over the whole step, however the work was
 cut, and never a mean of means: **token**, a trained token (what an objective reports: of a row with signal);
 **sequence**, a trajectory; **sample**; **group**, a prompt with its samples; **update**, an optimizer step; **step**,
-one number a step; **max**, the largest counts. Names that begin with `time/` depend on the clock and nothing else does.
+one number a step; **max**, the largest counts. Names that begin with `time/` depend on the clock; with engines in
+processes of their own, so do seconds among `publish/` and rates among `rollout/`.
 """
 
 _PLACES = {
@@ -30,7 +31,9 @@ _PLACES = {
     "staleness": "Staleness",
     "advantage": "Advantages",
     "discrepancy": "Trainer against rollout engine",
+    "correction": "Correction of the gap",
     "publish": "Publishing",
+    "rollout": "Engines in processes of their own; engine: its place in the pool, from 0",
     "{role}": "Every trained role: policy, critic",
     "time": "Time",
     "evaluation": "Evaluation",
