@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,12 @@ def test_what_is_trained_obeys_the_bound_and_the_books_balance(
 
 
 def engines(pid: int) -> list[int]:
-    return [c.pid for c in psutil.Process(pid).children(recursive=True) if any("VLLM" in p for p in c.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # one that has just died
+            if any("VLLM" in part for part in child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 def test_a_run_that_is_killed_leaves_no_engine_and_no_weights_behind_and_goes_on(
