@@ -71,7 +71,7 @@ def test_engines_killed_and_stopped_at_random_lose_nothing(staleness: int, tiny_
     config = settings(
         tmp_path,
         tiny_model,
-        steps=40,
+        steps=60,
         max_staleness=staleness,
         rollout=rollout | {"weights": {"timeout": 8.0}},
         sampling={"max_tokens": 200},
@@ -82,7 +82,7 @@ def test_engines_killed_and_stopped_at_random_lose_nothing(staleness: int, tiny_
         assert process.poll() is None
         time.sleep(0.1)
     while process.poll() is None:
-        time.sleep(noise.uniform(5.0, 15.0))
+        time.sleep(noise.uniform(3.0, 9.0))
         with suppress(psutil.NoSuchProcess, ProcessLookupError):  # the run, or the engine, has just ended
             if there := engines(process.pid):
                 os.kill(noise.choice(there), noise.choice([signal.SIGKILL, signal.SIGSTOP]))
@@ -90,10 +90,10 @@ def test_engines_killed_and_stopped_at_random_lose_nothing(staleness: int, tiny_
     _, err = process.communicate()
     assert process.returncode == 0, err
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert len(rows) == 40
-    assert blows >= 3
-    assert rows[-1]["rollout/fenced"] >= 2
+    assert len(rows) == 60
+    assert blows >= 2
+    assert rows[-1]["rollout/fenced"] >= 1
     assert max(row["staleness/max"] for row in rows) <= staleness
     found = books(tmp_path / "run")
     assert None not in found
-    assert found["trained"] == 40 * 2 * 4
+    assert found["trained"] == 60 * 2 * 4
