@@ -26,7 +26,16 @@ from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, RunError
-from treadle.handles import Cost, ModelHandle, PromptSource, Publisher, RewardFunction, Scorer, TrainedHandle
+from treadle.handles import (
+    Cost,
+    ModelHandle,
+    PromptSource,
+    Publisher,
+    RewardFunction,
+    RolloutHandle,
+    Scorer,
+    TrainedHandle,
+)
 from treadle.metrics import Registry
 from treadle.recipes.collect import Sampler
 from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig, load_config
@@ -48,7 +57,9 @@ from treadle.weights.publish import (
     PROBE_TOKENS,
     TOLERANCE,
     LocalPublisher,
+    PoolHandle,
     Prober,
+    SendingHandle,
     ShippingPublisher,
     probe_tokens,
 )
@@ -199,10 +210,11 @@ class _Parts:
     held_out: list[Prompt]
     scorer: Scorer
     policy: TorchEngine
-    rollout: Any  # a RolloutHandle
-    rollout_model: Any  # None: engines in other processes have their own
+    rollout: RolloutHandle
+    pool: PoolHandle | None  # the same, where its engines are in other processes and have their own weights
+    rollout_model: Any  # None: those
     context: int  # tokens of a prompt and its answer that are served
-    sender: Any  # a policy that sends its weights to engines in other processes
+    sender: SendingHandle
     observers: dict[Role, ModelHandle]
     learners: dict[Role, TrainedHandle]
     speed: Speed | None
@@ -224,8 +236,8 @@ class _Parts:
             agent=SingleTurn(self.tokenizer, PROBE, self.config.seed),
             tolerance=TOLERANCE[self.policy.config.dtype],
         )
-        if self.rollout_model is None:
-            return ShippingPublisher(self.sender, self.rollout, prober, self.config.on_publish)
+        if self.pool is not None:
+            return ShippingPublisher(self.sender, self.pool, prober, self.config.on_publish)
         shared = self.rollout_model is self.policy.model
         return LocalPublisher(
             rollout=self.rollout,
@@ -325,6 +337,7 @@ async def _parts(
             scorer=scorer,
             policy=engines["policy"],
             rollout=rollout,
+            pool=None if generation.in_process else rollout,
             rollout_model=generator,
             context=served,
             sender=groups["policy"],
@@ -369,7 +382,9 @@ def _room(config: RLConfig, context: int | None) -> int:
 
 
 def _engine(kind: Literal["engines", "rollout"], name: str) -> Any:
-    """The class that a bare name stands for."""
+    """The class that a name stands for: a module of ours, or `my.module:Class`."""
+    if ":" in name:
+        return plugin_class(name, f"treadle.{kind}")
     return import_module(f"treadle.{kind}.{name}.engine").Engine
 
 

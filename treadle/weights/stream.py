@@ -77,8 +77,6 @@ class Receiver(Protocol):
         """The buckets of one publish. Where it is not staged, the tensors of a bucket are the caller's own."""
         ...
 
-    def close(self) -> None: ...
-
 
 def cut(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
     """Buckets of whole tensors, of at most `size` bytes or of one larger tensor."""

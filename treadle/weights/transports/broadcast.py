@@ -112,9 +112,6 @@ class Receiver:
             while (tensors := group.hear()) is not None:
                 yield {name: group.receive(dtype, shape) for name, dtype, shape in tensors}
 
-    def close(self) -> None:
-        self._group = None
-
 
 @contextmanager
 def _failures(address: Address) -> Iterator[None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,36 +22,17 @@ if TYPE_CHECKING:
 _DEVICE = 6  # where the arguments that rebuild a tensor name its device
 
 
-class Sender:
-    """Posts handles of the tensors' memory; `address.place` is a directory on this machine."""
+class Sender(mailbox.PostingSender):
+    """Posts handles of the tensors' memory."""
 
     host = False
 
-    def __init__(self) -> None:
-        self._box: mailbox.Outbox | None = None
-        self._place: str | None = None
-
-    def begin(self, address: Address) -> None:
-        if self._box is not None:
-            self._box.remove()
-        self._box, self._count, self._place = mailbox.Outbox(address), 0, address.place
-
     def put(self, bucket: Bucket) -> None:
-        assert self._box is not None
         tensors = {name: tensor.detach().contiguous() for name, tensor in bucket.items()}  # alive until they are taken
         handles = {name: reduce_tensor(tensor) for name, tensor in tensors.items()}
         torch.cuda.synchronize()
-        self._box.post(self._count, {"handles": base64.b64encode(pickle.dumps(handles)).decode()})
-        self._box.wait_taken(self._count)
-        self._count += 1
-
-    def end(self) -> None:
-        assert self._box is not None
-        self._box.end(self._count)
-
-    def close(self) -> None:
-        if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
+        self._post({"handles": base64.b64encode(pickle.dumps(handles)).decode()})
+        self._box.wait_taken(self._count - 1)
 
 
 class Receiver:
@@ -71,5 +51,3 @@ class Receiver:
             torch.cuda.synchronize()
             mailbox.take(address, self._who, index)
             yield bucket
-
-    def close(self) -> None: ...

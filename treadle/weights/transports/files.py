@@ -5,7 +5,6 @@ Staged, the files of a publish stay until the next one: any tool can read them.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,25 +21,12 @@ if TYPE_CHECKING:
     from treadle.weights.stream import Address, Bucket
 
 
-class Sender:
-    """Writes each bucket as one file; `address.place` is the directory."""
+class Sender(mailbox.PostingSender):
+    """Writes each bucket as one file."""
 
     host = True
 
-    def __init__(self) -> None:
-        self._box: mailbox.Outbox | None = None
-        self._place: str | None = None
-
-    def begin(self, address: Address) -> None:
-        if self._box is not None:
-            self._box.remove()
-        if self._place != address.place:
-            self.close()
-        self._address, self._count, self._place = address, 0, address.place
-        self._box = mailbox.Outbox(address)
-
     def put(self, bucket: Bucket) -> None:
-        assert self._box is not None
         path = self._file(self._count)
         try:
             if not self._address.staged and self._count > 0:
@@ -53,19 +39,9 @@ class Sender:
                 f"{path}: weights could not be written: {error}. Make room, or set rollout.weights.directory"
             ) from error
         # A file orders its tensors by dtype and name; the stream's order is the note's.
-        self._box.post(self._count, {"file": path.name, "bytes": size, "tensors": list(bucket)})
-        self._count += 1
-
-    def end(self) -> None:
-        assert self._box is not None
-        self._box.end(self._count)
-
-    def close(self) -> None:
-        if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
+        self._post({"file": path.name, "bytes": size, "tensors": list(bucket)})
 
     def _file(self, index: int) -> Path:
-        assert self._box is not None
         return self._box.path / f"{index:06d}.safetensors"
 
 
@@ -83,8 +59,6 @@ class Receiver:
                 mailbox.take(address, self._who, index)
             yield bucket
             del bucket  # not held while the next one is waited for
-
-    def close(self) -> None: ...
 
 
 def _apart(bucket: Bucket) -> dict[str, Tensor]:

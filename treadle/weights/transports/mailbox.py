@@ -56,6 +56,40 @@ class Outbox:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+class PostingSender:
+    """What senders that post notes have in common; `address.place` is the directory."""
+
+    def __init__(self) -> None:
+        self._outbox: Outbox | None = None
+        self._place: str | None = None
+        self._count = 0  # buckets of this session so far
+
+    def begin(self, address: Address) -> None:
+        if self._outbox is not None:
+            self._outbox.remove()
+        if self._place != address.place:
+            self.close()
+        self._address, self._place, self._count = address, address.place, 0
+        self._outbox = Outbox(address)
+
+    def end(self) -> None:
+        self._box.end(self._count)
+
+    def close(self) -> None:
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    @property
+    def _box(self) -> Outbox:
+        assert self._outbox is not None, "begin first"
+        return self._outbox
+
+    def _post(self, note: dict[str, Any]) -> None:
+        """A bucket lies where `note` says."""
+        self._box.post(self._count, note)
+        self._count += 1
+
+
 def notes(address: Address) -> Iterator[tuple[int, dict[str, Any]]]:
     """A receiver's side: every bucket's note as it comes."""
     path, index = folder(address), 0

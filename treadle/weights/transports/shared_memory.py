@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,25 +60,20 @@ class _Segment:
             return False
 
 
-class Sender:
-    """Copies into segments; `address.place` is a directory in shared memory."""
+class Sender(mailbox.PostingSender):
+    """Copies into segments, which lie in the directory too."""
 
     host = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._segments: list[_Segment] = []
-        self._box: mailbox.Outbox | None = None
-        self._address: Address | None = None
 
-    def begin(self, address: Address) -> None:
-        self._clear()
-        if self._address is not None and self._address.place != address.place:
-            self.close()
-        self._address, self._box, self._count = address, mailbox.Outbox(address), 0
+    def close(self) -> None:
+        super().close()
+        self._segments.clear()
 
     def put(self, bucket: Bucket) -> None:
-        assert self._box is not None
-        assert self._address is not None
         slot = self._count if self._address.staged else self._count % 2
         if slot < self._count:
             self._box.wait_taken(self._count - 2)
@@ -93,21 +87,9 @@ class Sender:
             place = segment.bytes[offset : offset + tensor.nbytes]
             place.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
             tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
-        self._box.post(self._count, {"segment": str(segment.path), "tensors": tensors})
-        self._count += 1
-
-    def end(self) -> None:
-        assert self._box is not None
-        self._box.end(self._count)
-
-    def close(self) -> None:
-        self._clear()
-        self._forget()
-        if self._address is not None:
-            shutil.rmtree(self._address.place, ignore_errors=True)
+        self._post({"segment": str(segment.path), "tensors": tensors})
 
     def _segment(self, slot: int, size: int) -> _Segment:
-        assert self._address is not None
         size = max(size, 1)
         while len(self._segments) <= slot:
             self._segments.append(self._new(size))
@@ -117,18 +99,8 @@ class Sender:
         return self._segments[slot]
 
     def _new(self, size: int) -> _Segment:
-        assert self._address is not None
         # A name that never was: a receiver may still have an older segment open, of another sender too.
         return _Segment(Path(self._address.place) / f"segment-{uuid4().hex}", size)
-
-    def _clear(self) -> None:
-        if self._box is not None:
-            self._box.remove()
-
-    def _forget(self) -> None:
-        for segment in self._segments:
-            segment.path.unlink(missing_ok=True)
-        self._segments.clear()
 
 
 class Receiver:
@@ -147,9 +119,6 @@ class Receiver:
                 mailbox.take(address, self._who, index)
             yield bucket
             del bucket  # not held while the next one is waited for
-
-    def close(self) -> None:
-        self._segments.clear()
 
     def _segment(self, path: str) -> _Segment:
         if path not in self._segments:
