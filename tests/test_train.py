@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import treadle
+from tests.own_engine import OwnEngine
 from tests.runs import books, command, finish, metrics, samples, settings, write
 from treadle.algorithms.grpo import GRPO, GRPOConfig
 from treadle.errors import ConfigError, DataError, ModelError, RewardError, RunError, TreadleError
@@ -399,3 +400,9 @@ def test_interrupted_it_ends_cleanly_with_the_books_balanced(tiny_model: Path, t
     found = books(tmp_path / "run")
     assert None not in found  # nothing is left in flight
     assert found["trained"] >= 16
+
+
+def test_a_rollout_engine_of_ones_own_is_chosen_by_its_path(tiny_model: Path, tmp_path: Path) -> None:
+    before = OwnEngine.asked
+    treadle.train(settings(tmp_path, tiny_model, steps=1, rollout={"name": "tests.own_engine:OwnEngine"}))
+    assert OwnEngine.asked - before == 2 * 4 + 2  # and the probes of the first publish and of the step's

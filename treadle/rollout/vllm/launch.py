@@ -29,7 +29,7 @@ EXTENSION = "treadle.rollout.vllm.worker.WorkerExtension"
 """What is mixed into vLLM's worker."""
 
 _PASS_TOKENS = 2048  # of prompts, computed together
-BLOCK = 32  # tokens of one block of keys and values on a CPU, whose kernels want it to divide by 32
+_BLOCK = 32  # tokens of one block of keys and values on a CPU, whose kernels want it to divide by 32
 _ERROR = re.compile(r"^(?:\S+ )?(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .*)$")
 _HINTS = {
     "bootstrapping phase": '. A script that trains with vLLM must do so under `if __name__ == "__main__":`',
@@ -48,7 +48,7 @@ class Launch:
 
     model: str  # a directory
     dtype: str
-    context: int | None
+    context: int  # tokens of a prompt and its answer
     config: Config
     log: Path  # what the engines say
     extension: str = EXTENSION
@@ -74,16 +74,15 @@ class Launch:
             "generation_config": "vllm",
             "enable_prefix_caching": True,
             "enable_log_requests": False,
+            "max_model_len": self.context,
         }
-        if self.context is not None:
-            usual["max_model_len"] = self.context
         if config.kv_cache_gb is not None or cpu:
             ours["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 1) * 2**30)
         if cpu:
-            usual |= {"enforce_eager": True, "block_size": BLOCK}
+            usual |= {"enforce_eager": True, "block_size": _BLOCK}
             # A prompt that is computed in parts, drawn from by a generator of its own, ends the engine (vLLM 0.32).
             usual["enable_chunked_prefill"] = False
-            usual["max_num_batched_tokens"] = max(_PASS_TOKENS, self.context or 0)
+            usual["max_num_batched_tokens"] = max(_PASS_TOKENS, self.context)
             if config.tensor_parallel == config.data_parallel == 1:
                 usual["distributed_executor_backend"] = "uni"
         return {**usual, **config.engine_args, **ours}

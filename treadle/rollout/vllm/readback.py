@@ -35,7 +35,7 @@ class Witness:
         self._version, self._split = version, split
         self._columns_OK: dict[str, Tensor] = {}
         self._where = torch.device("cpu")  # tensors arrive there: hosts and GPUs have digests of their own
-        self.layers = self.parameters = 0  # that were read back
+        self._layers = 0  # that were read back
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass them on, some columns of each matrix noted."""
@@ -59,7 +59,7 @@ class Witness:
             if isinstance(layer, LinearBase | VocabParallelEmbedding):
                 inputs = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
                 self._layer(name, layer, inputs, self._expected(name, fused))
-        if self.layers == 0:
+        if self._layers == 0:
             raise WeightSyncError(
                 f"version {self._version}: no layer of {type(model).__name__} goes by a name that was published, so "
                 "none could be read back; use rollout.name=embedded for this architecture"
@@ -76,7 +76,6 @@ class Witness:
             return  # another shape: a slice of it, or packed
         if held.rpartition(" ")[2] != digest:
             raise WeightSyncError(f"version {self._version}: '{name}' arrived, but the engine holds other values")
-        self.parameters += 1
 
     def _expected(self, name: str, fused: Mapping[str, list[str]]) -> Tensor | None:
         """Columns of the whole matrix of a linear layer, joined of the parts that it is fused of."""
@@ -101,7 +100,7 @@ class Witness:
                 f"version {self._version}: the engine's '{name}' computes with other weights than those that arrived "
                 f"(output {output}, input {chosen[column]}): a packed or tied matrix that was left old looks like this"
             )
-        self.layers += 1
+        self._layers += 1
 
     def _chosen(self, inputs: int) -> list[int]:
         """Columns to look at: others at each version, the same for all matrices of as many inputs."""

@@ -56,7 +56,7 @@ class WorkerExtension:
             return {"error": str(error)}
 
     def treadle_load(self, version: int) -> dict[str, Any]:
-        """Load what arrives, and read it back: `manifest`, seconds of each part, counts; or `error`."""
+        """Load what arrives, and read it back: `manifest`, seconds of each part; or `error`."""
         from vllm.config import set_current_vllm_config
 
         assert self._treadle_receiving is not None
@@ -80,8 +80,6 @@ class WorkerExtension:
             "load": loaded - started,
             "readback": ended - loaded,
             "digest": receiving.digest_seconds,
-            "layers": witness.layers,
-            "parameters": witness.parameters,
         }
 
     def _treadle_reload(self, model: Any, tensors: Any, version: int) -> None:
