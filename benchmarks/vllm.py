@@ -36,7 +36,7 @@ from treadle.rollout.embedded.engine import EmbeddedEngine
 from treadle.rollout.vllm.config import Config
 from treadle.rollout.vllm.engine import VllmEngine
 from treadle.types import Prompt, SamplingParams, TokenRequest, noise_key
-from treadle.weights.publish import PROBE, Prober, ShippingPublisher, probe_tokens
+from treadle.weights.publish import SHORT_PROBE, Prober, ShippingPublisher, probe_tokens
 from treadle.workers.models import PolicyWorker
 
 MODEL = "models/smollm2"
@@ -70,7 +70,7 @@ class Pair:
         prober = Prober(
             policy=cast(Any, policy),
             probe=Prompt("probe", 0, (), probe_tokens(tuple(self.tokenizer.encode("The quick brown fox")), 512)),
-            agent=SingleTurn(self.tokenizer, PROBE, 0),
+            agent=SingleTurn(self.tokenizer, SHORT_PROBE, 0),
             tolerance=0.5,
         )
         self.publisher = ShippingPublisher(cast(Any, policy), cast(Any, self.vllm), prober, "resume")

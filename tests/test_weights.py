@@ -492,12 +492,15 @@ class FakePool:
 def test_a_process_group_is_kept_until_its_members_change_or_a_publish_fails() -> None:
     """After a failure one end may still have the old group, in the middle of a broadcast: both are told a new port."""
 
-    async def probed(version: int, engines: Any) -> float:
-        return 0.0
+    class Content:
+        async def __call__(self, version: int, engines: Any) -> float:
+            return 0.0
+
+        async def foresee(self, version: int) -> None: ...
 
     async def places() -> list[str]:
         pool: Any = FakePool()
-        publisher = ShippingPublisher(pool, pool, cast(Prober, probed), "resume")
+        publisher = ShippingPublisher(pool, pool, cast(Prober, Content()), "resume")
         for version in range(3):
             await publisher(version)
         pool.fails = True

@@ -23,7 +23,7 @@ from treadle.handles import OnPublish
 from treadle.rollout.vllm.config import Config
 from treadle.rollout.vllm.engine import VllmEngine
 from treadle.types import Completion, Prompt, SamplingParams, Statistics, TokenRequest, noise_key
-from treadle.weights.publish import PROBE, Prober, ShippingPublisher, probe_tokens
+from treadle.weights.publish import SHORT_PROBE, Prober, ShippingPublisher, probe_tokens
 from treadle.workers.models import PolicyWorker
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Apart:
         prober = Prober(
             policy=cast(Any, self.policy),
             probe=Prompt("probe", 0, (), probe_tokens((5, 6, 7, 8, 9), CONTEXT)),
-            agent=SingleTurn(_Text(), PROBE, 0),
+            agent=SingleTurn(_Text(), SHORT_PROBE, 0),
             tolerance=tolerance,
         )
         self.publisher = ShippingPublisher(cast(Any, self.policy), cast(Any, self.pool), prober, on_publish)

@@ -55,6 +55,7 @@ from treadle.types import Prompt
 from treadle.weights.publish import (
     PROBE,
     PROBE_TOKENS,
+    SHORT_PROBE,
     TOLERANCE,
     LocalPublisher,
     PoolHandle,
@@ -233,7 +234,7 @@ class _Parts:
         prober = Prober(
             policy=self.observers["policy"],
             probe=Prompt("probe", 0, (), probe_tokens(text, self.context)),
-            agent=SingleTurn(self.tokenizer, PROBE, self.config.seed),
+            agent=SingleTurn(self.tokenizer, SHORT_PROBE if self.pool else PROBE, self.config.seed),
             tolerance=TOLERANCE[self.policy.config.dtype],
         )
         if self.pool is not None:

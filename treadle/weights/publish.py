@@ -39,10 +39,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats that a probe token's log-prob may differ by, for trainer and engine cut their matrix products differently."""
 ROUNDING = 8.0
 """A change of this many times the gaps seen so far is more than rounding."""
-PROBE_TOKENS = 40
+PROBE_TOKENS = 33
 """Length of a probe's prompt: more than a block of keys and values that engines cache (16 or 32 tokens)."""
 PROBE = SamplingParams(temperature=2.0, max_tokens=2)
 """How a probe is answered: drawn, for the likeliest token of a sure model has a log-prob of 0 under any weights."""
+SHORT_PROBE = replace(PROBE, max_tokens=1)
+"""The same of an engine whose layers are read back one by one: a second step would use the same ones."""
 _LOOKS_LIKE = "A stale cache, an old tied head or a weight that was not loaded looks like this"
 
 
@@ -56,6 +58,7 @@ class Prober:
     tolerance: float
     _before: tuple[list[int], np.ndarray] | None = field(default=None, init=False)  # at the version before this one
     _now: tuple[int, list[int], np.ndarray] | None = field(default=None, init=False)
+    _answer: Trajectory | None = field(default=None, init=False)  # that was scored last
     _gap: float = field(default=1e-6, init=False)  # the largest seen; at first some float32 rounding of a log-prob
 
     async def __call__(self, version: int, engines: Mapping[str, Generator], moved: bool = False) -> float:
@@ -102,6 +105,11 @@ class Prober:
         self._gap = max(self._gap, gap)
         return gap
 
+    async def foresee(self, version: int) -> None:
+        """Ask the policy already, while engines load: its noise fixed, a probe is nearly always answered as before."""
+        if self._answer is not None:
+            await self._policy(version, _sampled(self._answer), self._answer)
+
     async def _policy(self, version: int, tokens: list[int], answer: Trajectory) -> np.ndarray:
         """What the policy says of these tokens; it is asked once for all engines that answer alike."""
         if self._now is not None and self._now[:2] == (version, tokens):
@@ -111,7 +119,7 @@ class Prober:
         policy_C = (await self.policy.annotate(batch))["old_logprob_T"][batch.mask_T].numpy()
         if self._now is not None and self._now[0] != version:
             self._before = self._now[1:]
-        self._now = (version, tokens, policy_C)
+        self._now, self._answer = (version, tokens, policy_C), answer
         return policy_C
 
 
@@ -224,9 +232,14 @@ class ShippingPublisher:
         delta = self.rollout.weights.delta and receivers == self._holding
         shipment = Shipment(self._address(receivers, delta), version)
         self._holding = ()
-        sent, costs = await _both(self._send(shipment), self.rollout.load(shipment, version, self.on_publish))
+        sent, costs = await _both(self._foreseeing(shipment), self.rollout.load(shipment, version, self.on_publish))
         self._holding, self._published = receivers, (version, sent.manifest)
         return sent, costs
+
+    async def _foreseeing(self, shipment: Shipment) -> Sent:
+        sent = await self._send(shipment)
+        await self.prober.foresee(shipment.version)
+        return sent
 
     async def _send(self, shipment: Shipment) -> Sent:
         sent = await self.policy.publish(shipment.address)

@@ -33,7 +33,8 @@ class Witness:
     def __init__(self, version: int, *, split: bool) -> None:
         """`split`: layers are spread over devices, so that none of them holds whole columns."""
         self._version, self._split = version, split
-        self._columns_OK: dict[str, Tensor] = {}
+        self._columns_KO: dict[str, Tensor] = {}
+        self._units: dict[int, tuple[list[int], Tensor]] = {}  # by number of inputs
         self._where = torch.device("cpu")  # tensors arrive there: hosts and GPUs have digests of their own
         self._layers = 0  # that were read back
 
@@ -42,21 +43,24 @@ class Witness:
         for name, tensor in tensors:
             self._where = tensor.device
             if tensor.dim() == 2:
-                self._columns_OK[name] = tensor[:, self._chosen(tensor.shape[1])].clone()
+                self._columns_KO[name] = tensor[:, self._unit(tensor.shape[1], tensor)[0]].T.contiguous()
             yield name, tensor
 
     def check(self, model: Any, manifest: Manifest) -> None:
         """Raise `WeightSyncError` naming the first parameter or layer that does not hold what arrived."""
         from vllm.model_executor.layers.linear import LinearBase
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         for name, parameter in model.named_parameters():
             self._parameter(name, parameter, manifest)
         if self._split:
             return
         fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # of some of vLLM's models
-        for name, layer in model.named_modules():
-            if isinstance(layer, LinearBase | VocabParallelEmbedding):
+        layers = list(model.named_modules())
+        # Where the head is a layer of its own, embeddings are looked up only, in the parameter that was digested.
+        heads = ParallelLMHead if any(isinstance(m, ParallelLMHead) for _, m in layers) else VocabParallelEmbedding
+        for name, layer in layers:
+            if isinstance(layer, LinearBase | heads):
                 inputs = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
                 self._layer(name, layer, inputs, self._expected(name, fused))
         if self._layers == 0:
@@ -81,27 +85,31 @@ class Witness:
         """Columns of the whole matrix of a linear layer, joined of the parts that it is fused of."""
         parent, dot, last = name.rpartition(".")
         parts = [f"{parent}{dot}{part}{_WEIGHT}" for part in fused.get(last, [last])]
-        if last == "lm_head" and parts[0] not in self._columns_OK:
-            parts = [n for n in self._columns_OK if n.endswith("embed_tokens.weight")]  # tied
-        if not parts or not all(part in self._columns_OK for part in parts):
+        if last == "lm_head" and parts[0] not in self._columns_KO:
+            parts = [n for n in self._columns_KO if n.endswith("embed_tokens.weight")]  # tied
+        if not parts or not all(part in self._columns_KO for part in parts):
             return None
-        return torch.cat([self._columns_OK[part] for part in parts])
+        return torch.cat([self._columns_KO[part] for part in parts], dim=1)
 
-    def _layer(self, name: str, layer: Any, inputs: int, expected_OK: Tensor | None) -> None:
-        if expected_OK is None or layer.quant_method is None:
+    def _layer(self, name: str, layer: Any, inputs: int, expected_KO: Tensor | None) -> None:
+        if expected_KO is None or layer.quant_method is None:
             return
-        chosen = self._chosen(inputs)
-        unit_KI = torch.zeros(len(chosen), inputs, dtype=expected_OK.dtype, device=expected_OK.device)
-        unit_KI[range(len(chosen)), chosen] = 1
-        held_OK = layer.quant_method.apply(layer, unit_KI)[:, : len(expected_OK)].T
-        if not torch.equal(held_OK, expected_OK.to(held_OK)):
-            output, column = (held_OK != expected_OK.to(held_OK)).nonzero()[0].tolist()
+        chosen, unit_KI = self._unit(inputs, expected_KO)
+        held_KO = layer.quant_method.apply(layer, unit_KI)[:, : expected_KO.shape[1]]
+        if not torch.equal(held_KO, expected_KO.to(held_KO)):
+            column, output = (held_KO != expected_KO.to(held_KO)).nonzero()[0].tolist()
             raise WeightSyncError(
                 f"version {self._version}: the engine's '{name}' computes with other weights than those that arrived "
                 f"(output {output}, input {chosen[column]}): a packed or tied matrix that was left old looks like this"
             )
         self._layers += 1
 
-    def _chosen(self, inputs: int) -> list[int]:
-        """Columns to look at: others at each version, the same for all matrices of as many inputs."""
-        return sorted(random.Random(f"{self._version}/{inputs}").sample(range(inputs), min(COLUMNS, inputs)))
+    def _unit(self, inputs: int, like: Tensor) -> tuple[list[int], Tensor]:
+        """Columns to look at, others at each version, the same for all matrices of as many inputs; and what asks a
+        layer for them."""
+        if inputs not in self._units:
+            chosen = sorted(random.Random(f"{self._version}/{inputs}").sample(range(inputs), min(COLUMNS, inputs)))
+            unit_KI = torch.zeros(len(chosen), inputs, dtype=like.dtype, device=like.device)
+            unit_KI[range(len(chosen)), chosen] = 1
+            self._units[inputs] = chosen, unit_KI
+        return self._units[inputs]
