@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import RewardError
-from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory
+from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory, Unit, merge
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,9 +127,8 @@ class Batch:
         import torch
 
         rows_M = torch.as_tensor(rows, dtype=torch.int64)
-        starts, lengths = self.offset_N1[:-1][rows_M], self.length_N[rows_M]
+        lengths, take_T = self.length_N[rows_M], _tokens_of(self, rows_M)
         offset_N1 = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        take_T = torch.repeat_interleave(starts - offset_N1[:-1], lengths) + torch.arange(int(offset_N1[-1]))
         changes = _each(self, lambda x: x[take_T], lambda x: x[rows_M])
         return self.replace(**changes, offset_N1=offset_N1, counts=self.count())
 
@@ -214,6 +213,57 @@ class Batch:
         changes["offset_N1"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return first.replace(**changes)
 
+    # ------------------------------------------------------------------ over ranks
+
+    def units(self, attention: float) -> list[Unit]:
+        """Bundles and what their passes cost, in tokens; `attention`: of a token's looking at one token.
+
+        A group is a family: what all its rows begin with counts once. Mini-batches, and in them rows with and without
+        signal, are parts, so that every pass over a batch cuts it as the step on one of its mini-batches does.
+        """
+        tokens, length = self.token_T.split(self.length_N.tolist()), self.length_N.tolist()
+        signal, minibatch, group = self.signal_N.tolist(), self.minibatch_N.tolist(), self.group_N.tolist()
+        members: dict[int, list[int]] = {}
+        for row, family in enumerate(group):
+            members.setdefault(family, []).append(row)
+        shared = {f: shared_prefix([tokens[r] for r in rows]) if len(rows) > 1 else 0 for f, rows in members.items()}
+        bundles: dict[int, list[int]] = {}
+        for row, bundle in enumerate(self.bundle_N.tolist()):
+            bundles.setdefault(bundle, []).append(row)
+        found: list[Unit] = []
+        for rows in bundles.values():
+            cost = 0.0
+            for r in rows:
+                once = 1 - 1 / len(members[group[r]])  # of what the family computes only once
+                whole, before = length[r], shared[group[r]]
+                cost += whole - before * once + attention * (whole**2 - before**2 * once) / 2
+            part = 2 * minibatch[rows[0]] + (not any(signal[r] for r in rows))
+            found.append(Unit(rows, cost, group[rows[0]], part))
+        return found
+
+    def gather(self, rows: Sequence[Sequence[int]], results: Sequence[Any]) -> Any:
+        """What was found about `rows` of this batch, part by part, as if it had been found about the whole: [T] and [N]
+        tensors by name, or what a step learned. Anything else must be the same for all parts; the first is taken."""
+        import torch
+
+        from treadle.handles import Learned
+
+        if isinstance(results[0], Learned):
+            seen = self.gather(rows, [result.seen for result in results])
+            return Learned(merge(*(result.statistics for result in results)), seen)
+        if not isinstance(results[0], Mapping):
+            return results[0]
+        place: dict[str, list[Tensor]] = {"N": [torch.as_tensor(r, dtype=torch.int64) for r in rows]}
+        place["T"] = [_tokens_of(self, r) for r in place["N"]]
+        found: dict[str, Tensor] = {}
+        for name, first in results[0].items():
+            suffix = name.rpartition("_")[2]
+            count = len(self.token_T) if suffix == "T" else len(self)
+            whole = found[name] = first.new_empty((count, *first.shape[1:]))
+            for at, result in zip(place[suffix], results, strict=True):
+                whole[at] = result[name]
+        return found
+
     # ------------------------------------------------------------------ from records
 
     @staticmethod
@@ -268,6 +318,24 @@ class Batch:
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Batch))
+
+
+def shared_prefix(rows: Sequence[Tensor]) -> int:
+    """How many tokens all of these begin with."""
+    import torch
+
+    shortest = min(len(row) for row in rows)
+    same = (torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]).all(0)
+    return shortest if bool(same.all()) else int(same.int().argmin())
+
+
+def _tokens_of(batch: Batch, rows_M: Tensor) -> Tensor:
+    """Where the tokens of these rows lie, one row's after another's."""
+    import torch
+
+    starts, lengths = batch.offset_N1[:-1][rows_M], batch.length_N[rows_M]
+    ends = lengths.cumsum(0)
+    return torch.repeat_interleave(starts - ends + lengths, lengths) + torch.arange(int(lengths.sum()))
 
 
 def _each(batch: Batch, tokens: Any, rows: Any) -> dict[str, Any]:

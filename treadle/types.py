@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
@@ -304,3 +304,15 @@ def merge(*parts: Statistics) -> dict[str, Any]:
         for name, value in part.items():
             whole[name] = whole[name] + value if name in whole else value
     return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows that are never parted."""
+
+    rows: Sequence[int]
+    cost: float
+    family: int
+    """Units of one family cost less together (they share a prompt, say), so they stay together where that is fair."""
+    part: int = 0
+    """Each part is spread evenly by itself, as if it were all there is."""

@@ -7,7 +7,9 @@ import ctypes
 import itertools
 import platform
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,6 +59,11 @@ class LocalDevice:
 
         self._waiting.put((priority, next(self._order), turn))
         return await done
+
+    def stack(self) -> traceback.StackSummary:
+        """What its thread does now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
 
     def close(self) -> None:
         """Finish what is waiting and end the thread."""

@@ -12,6 +12,8 @@ from heapq import heapreplace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from treadle.batch import shared_prefix
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -50,15 +52,6 @@ def families(keys: Iterable[object]) -> list[list[int]]:
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)
     return list(found.values())
-
-
-def shared_prefix(rows: Sequence[Tensor]) -> int:
-    """How many tokens all of these begin with."""
-    import torch
-
-    shortest = min(len(row) for row in rows)
-    same = (torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]).all(0)
-    return shortest if bool(same.all()) else int(same.int().argmin())
 
 
 def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:

