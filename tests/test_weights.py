@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.weights_help import as_bits, flipped, of_bits, place_for, raw, some_weights, stepped
+from treadle.controller.host import free_port
 from treadle.errors import WeightSyncError
 from treadle.weights import digest
 from treadle.weights.config import WeightsConfig
@@ -485,6 +486,9 @@ class FakePool:
 
     async def publish(self, address: Address) -> Sent:
         return Sent({}, 0, 0, None, 0.0, 0.0, 0.0)
+
+    async def rendezvous(self) -> str:
+        return f"127.0.0.1:{free_port()}"
 
     async def someone(self) -> None: ...
 

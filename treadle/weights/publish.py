@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -146,6 +145,9 @@ class SendingHandle(Protocol):
     """A policy that sends its weights."""
 
     async def publish(self, address: Address) -> Sent: ...
+    async def rendezvous(self) -> str:
+        """host:port at which it can be met, free until now."""
+        ...
 
 
 class PoolHandle(Protocol):
@@ -212,7 +214,7 @@ class ShippingPublisher:
             if self._published is None:
                 return False
             version, manifest = self._published
-            shipment = Shipment(self._address(receivers, delta=False), version, expected=manifest)
+            shipment = Shipment(await self._address(receivers, delta=False), version, expected=manifest)
             self._holding = ()
             try:
                 await _both(self._send(shipment), self.rollout.feed(shipment))
@@ -230,7 +232,7 @@ class ShippingPublisher:
     async def _publish(self, version: int) -> tuple[Sent, Mapping[str, float]]:
         receivers = self.rollout.receivers()
         delta = self.rollout.weights.delta and receivers == self._holding
-        shipment = Shipment(self._address(receivers, delta), version)
+        shipment = Shipment(await self._address(receivers, delta), version)
         self._holding = ()
         sent, costs = await _both(self._foreseeing(shipment), self.rollout.load(shipment, version, self.on_publish))
         self._holding, self._published = receivers, (version, sent.manifest)
@@ -246,11 +248,11 @@ class ShippingPublisher:
         shipment.sent.set_result(sent)
         return sent
 
-    def _address(self, receivers: tuple[str, ...], delta: bool) -> Address:
+    async def _address(self, receivers: tuple[str, ...], delta: bool) -> Address:
         weights = self.rollout.weights
         return Address(
             transport=weights.transport,
-            place=self._free_port(receivers) if weights.transport == "broadcast" else self.rollout.place,
+            place=await self._port(receivers) if weights.transport == "broadcast" else self.rollout.place,
             session=next(self._sessions),
             receivers=receivers,
             bucket_bytes=weights.bucket_mb * 1_000_000,
@@ -260,13 +262,11 @@ class ShippingPublisher:
             timeout=weights.timeout,
         )
 
-    def _free_port(self, receivers: tuple[str, ...]) -> str:
+    async def _port(self, receivers: tuple[str, ...]) -> str:
         """host:port of the group of these receivers: the same as long as they stay the same and all goes well. After a
         publish that failed, nobody knows which end still has the old group."""
         if self._ports is None or self._ports[0] != receivers or self._holding != receivers:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                self._ports = (receivers, f"127.0.0.1:{free.getsockname()[1]}")
+            self._ports = (receivers, await self.policy.rendezvous())
         return self._ports[1]
 
 

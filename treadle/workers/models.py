@@ -6,15 +6,16 @@ Suffixes: N trajectories · T tokens of all of them laid end to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treadle.algorithms.base import Algorithm
-from treadle.controller.verbs import everywhere, sharded
-from treadle.handles import Learned, Loss, Objective, Outputs, TrainingEngine
+from treadle.controller.host import LOOPBACK, free_port
+from treadle.controller.verbs import everywhere, one, sharded
+from treadle.handles import Learned, Loss, Objective, Outputs, TrainingEngine, Weights
 from treadle.weights.stream import Address, Sent, Shipper
 
 if TYPE_CHECKING:
@@ -22,26 +23,41 @@ if TYPE_CHECKING:
 
     from treadle.batch import Batch
 
+T = TypeVar("T")
 
-class ReferenceWorker:
-    """A frozen model whose log-probs the policy is compared with."""
+
+class ModelWorker:
+    """A model on some ranks."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self.engine = engine
+
+    @everywhere
+    def offload(self) -> None:
+        """Leave the devices to another role."""
+        self.engine.offload()
+
+    @everywhere
+    def onload(self) -> None:
+        self.engine.onload()
+
+
+class ReferenceWorker(ModelWorker):
+    """A frozen model whose log-probs the policy is compared with."""
 
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"reference_logprob_T": self.engine.quantities(batch, {"logprob"})["logprob_T"]}
 
 
-class TrainedWorker:
+class TrainedWorker(ModelWorker):
     """What the policy and the critic have in common."""
 
     role: str
     objective: Objective
 
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.algorithm = algorithm
 
     @sharded
@@ -68,8 +84,10 @@ class PolicyWorker(TrainedWorker):
 
     role = "policy"
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
+    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, rank: int = 0, address: str = LOOPBACK) -> None:
+        """`address`: by which other machines reach this one."""
         super().__init__(engine, algorithm)
+        self._rank, self._address = rank, address
         self.objective = Objective(
             loss=algorithm.loss,
             needs=algorithm.needs,
@@ -82,10 +100,35 @@ class PolicyWorker(TrainedWorker):
         found = self.engine.quantities(batch, self.algorithm.observes)
         return {f"old_{name}": value for name, value in found.items()}
 
+    @one
+    def rendezvous(self) -> str:
+        """host:port at which the sender of weights can be met."""
+        return f"{self._address}:{free_port()}"
+
     @everywhere
-    def publish(self, address: Address) -> Sent:
-        """Send the weights to rollout engines in other processes; rank 0's account of it."""
-        return self._shipper.send(self.engine.export(), address)
+    def publish(self, address: Address) -> Sent | None:
+        """Send the weights to rollout engines in other processes; rank 0's account of it. All ranks gather them."""
+        return self._first(self.engine.export(), lambda tensors: self._shipper.send(tensors, address))
+
+    @everywhere
+    def write(self, path: Path, source: str) -> None:
+        """The policy as a Hugging Face directory, with the tokenizer and settings of the model in `source`."""
+        from treadle.engines.torch.writing import write_model
+
+        self._first(self.engine.export(), lambda tensors: write_model(tensors, path, source))
+
+    def _first(self, tensors: Weights, use: Callable[[Weights], T]) -> T | None:
+        """Rank 0 uses what all ranks gather together, to the last tensor: else the others would wait for it."""
+        if self._rank > 0:
+            for _ in tensors:
+                pass
+            return None
+        tensors = iter(tensors)
+        try:
+            return use(tensors)
+        finally:
+            for _ in tensors:
+                pass
 
     @everywhere
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.errors import RolloutError, WeightSyncError
 from treadle.rollout.embedded.choice import choose
 from treadle.rollout.embedded.config import Config
-from treadle.rollout.embedded.generation import Generation
+from treadle.rollout.embedded.generation import Generation, Heard
 from treadle.rollout.embedded.runner import Runner, Sampled
 from treadle.rollout.requests import Decoder, check
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from treadle.handles import Device, OnPublish, Shipment, Weights
     from treadle.types import Completion, TokenRequest
 
+CAPACITY = 1 << 20
+"""Requests wait in the engine itself: which of them share a pass, and so their last bits, is as in one process."""
 _QUIET_ROUNDS = 8  # rounds of the event loop without a new request; a chain of awaits takes one round a link
 _PASS_TOKENS = 2048  # prompt tokens in one pass: bounds its memory, and how long others wait for the device
 _LOAD_PRIORITY = 0
@@ -49,6 +51,11 @@ class EmbeddedEngine:
     @staticmethod
     def check(config: Config) -> None:
         """It can run anywhere."""
+
+    @staticmethod
+    def size(config: Config) -> tuple[int, int]:
+        """Of one in a process of its own: requests that it takes, and processes that take weights."""
+        return CAPACITY, 1
 
     def __init__(
         self, model: Any, tokenizer: Decoder | None, config: Config, device: Device, *, owns_weights: bool
@@ -71,15 +78,16 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------------ RolloutHandle
 
-    async def generate(self, request: TokenRequest) -> Completion:
+    async def generate(self, request: TokenRequest, heard: Heard | None = None) -> Completion:
         """Sample until a stop token, a stop string or `max_tokens`. Cancelling this frees its row.
 
-        Stop strings are looked for in what this request samples, the completing token included. Raises `RolloutError`
-        for a request that cannot be served, and whatever a pass raised while it was waiting.
+        `heard` is told of each token as it is sampled. Stop strings are looked for in what this request samples, the
+        completing token included. Raises `RolloutError` for a request that cannot be served, and whatever a pass raised
+        while it was waiting.
         """
         self._usable()
         check(request, self._runner.vocabulary, self._runner.context, self._decoder)
-        generation = Generation(request, self._arrived, asyncio.get_running_loop().create_future())
+        generation = Generation(request, self._arrived, asyncio.get_running_loop().create_future(), heard)
         self._arrived += 1
         self._enqueue(generation)
         self._start()

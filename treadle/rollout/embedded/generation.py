@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,8 @@ from treadle.rollout.requests import Decoder, spells_stop
 from treadle.types import Completion, TokenRequest
 
 PrefixKey = tuple[str, bytes]
+Heard = Callable[[int, float, int], None]
+"""Told of a token as it is sampled: id, log-prob, version."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +26,7 @@ class Generation:
     request: TokenRequest
     order: int  # of arrival
     done: asyncio.Future[Completion]
+    heard: Heard | None = None
     token_C: list[int] = field(default_factory=list)
     logprob_C: list[float] = field(default_factory=list)
     version_C: list[int] = field(default_factory=list)
@@ -52,6 +56,8 @@ class Generation:
         self.token_C.append(token)
         self.logprob_C.append(logprob)
         self.version_C.append(version)
+        if self.heard is not None:
+            self.heard(token, logprob, version)
         params = self.request.params
         if token in params.stop_token_ids or (
             params.stop and decoder is not None and spells_stop(self.token_C, params.stop, decoder)

@@ -8,7 +8,6 @@ from pydantic import model_validator
 
 from treadle.config import key
 from treadle.rollout.config import RolloutConfig
-from treadle.weights.config import WeightsConfig
 
 OURS = {
     "model": "model",
@@ -51,15 +50,6 @@ class Config(RolloutConfig):
     threads: int | None = key(
         "CPU threads of one engine; null: the cores, divided among the replicas", default=None, ge=1
     )
-    timeout: float = key(
-        "seconds without a token, or without an answer to a command, after which an engine counts as hung",
-        default=120.0,
-        gt=0,
-        le=86400,
-    )
-    start_timeout: float = key("seconds that an engine may take to start", default=600.0, gt=0, le=86400)
-    restarts: int = key("engines that are started in place of dead ones, in the whole run", default=3, ge=0, le=1 << 20)
-    weights: WeightsConfig = key("how weights travel to the engines", default=WeightsConfig)
     engine_args: dict[str, Any] = key("anything else for vLLM's engine, by its own names; vLLM checks them", default={})
 
     @model_validator(mode="after")

@@ -54,7 +54,7 @@ class VllmEngine(Pool):
         `context`: tokens of the longest prompt and answer together; `directory`: of the run. Raises what is wrong with
         the model or the machine as one `ModelError` or `RolloutError`, everything that was started ended.
         """
-        logs = Path(tempfile.mkdtemp(prefix="treadle-vllm-"))
+        logs = _logs()
         launch = Launch(model, dtype, context, config, logs / "vllm.log", extension)
         limits = Limits(
             replicas=config.replicas,
@@ -75,10 +75,24 @@ class VllmEngine(Pool):
             raise
         return pool
 
+    @staticmethod
+    def replica(name: str, model: str, config: Config, *, dtype: str, context: int) -> VllmReplica:
+        """One engine, for a pool that is kept in another process. Its log stays."""
+        return VllmReplica(name, Launch(model, dtype, context, config, _logs() / "vllm.log", EXTENSION))
+
+    @staticmethod
+    def size(config: Config) -> tuple[int, int]:
+        """Of one replica: requests that it serves together, and processes that take weights."""
+        return config.max_sequences, config.tensor_parallel * config.data_parallel
+
     async def close(self) -> None:
         await super().close()
         if self.stats()["fenced"] == 0:  # else errors and warnings have named the log
             shutil.rmtree(self._logs, ignore_errors=True)
+
+
+def _logs() -> Path:
+    return Path(tempfile.mkdtemp(prefix="treadle-vllm-"))
 
 
 Engine = VllmEngine  # what `rollout: {name: vllm}` stands for

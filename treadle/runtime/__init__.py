@@ -1,0 +1,5 @@
+"""From a configuration to a run: `train` and `evaluate`."""
+
+from treadle.runtime.calls import evaluate, train
+
+__all__ = ["evaluate", "train"]

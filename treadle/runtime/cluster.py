@@ -1,0 +1,238 @@
+"""Back end `ray`: the roles in pools of processes, this one holds none of the weights.
+
+What is made in those processes is made by the functions below `Factories`; they travel there by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle.algorithms.base import Algorithm, Role
+from treadle.controller.config import Place, PoolConfig
+from treadle.controller.host import Report, Seat
+from treadle.engines.torch.config import Config as TorchConfig
+from treadle.errors import ConfigError
+from treadle.handles import RewardFunction
+from treadle.recipes.config import RLConfig
+from treadle.rollout.pool import Pool
+from treadle.rollout.remote import RemoteReplica
+from treadle.rollout.replicas import Limits
+from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
+from treadle.weights.place import new_place
+from treadle.weights.publish import PROBE, SHORT_PROBE, ShippingPublisher
+from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
+from treadle.workers.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from treadle.controller.ray import RayBackend
+    from treadle.weights.config import WeightsConfig
+
+ATTENTION = 1 / 8192
+"""What a token's looking at one token costs, in tokens, where it does not follow from the model's shapes."""
+
+
+class ClusterPool(Pool):
+    """`handles.RolloutHandle` over engines on a cluster."""
+
+    weights: WeightsConfig
+    place: str
+    attempts = 1
+
+
+@asynccontextmanager
+async def cluster_parts(
+    config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
+) -> AsyncIterator[Parts]:
+    """Build everything, cheap things first, and close it in reverse."""
+    from treadle.controller.ray import RayBackend
+    from treadle.engines.speed import cost_of
+    from treadle.engines.torch.model import check_vocabulary, end_tokens
+    from treadle.engines.torch.writing import skeleton
+
+    async with AsyncExitStack() as stack:
+        engine_class("rollout", config.rollout.name).check(config.rollout)
+        models = _models(config, algorithm)
+        pools = _pools(config, [*models, "rollout"])
+        frame = await make_frame(config, reward, stack)
+        shapes = {role: skeleton(model) for role, model in models.items()}
+        for role, shape in shapes.items():
+            check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
+        backend = await RayBackend.open(config.controller, pools)
+        stack.push_async_callback(backend.close)
+        _reachable(config, backend.reports)
+
+        groups: dict[Role, Any] = {}
+        for role, (worker, make) in _workers(config, algorithm, training).items():
+            cost = cost_of(shapes[role])
+            attention = ATTENTION if cost is None else cost.pair / cost.token
+            pool = config.controller.pool_of(role)
+            groups[role] = await backend.group(role, pool, worker, make, attention)
+        rollout = await _rollout(config, frame, backend, shapes["policy"])
+        stack.push_async_callback(rollout.close)
+        stack.push_async_callback(groups["policy"].close)
+        answered = PROBE if _in_process(config) else SHORT_PROBE
+
+        async def write(path: Path) -> None:
+            await groups["policy"].write(path.absolute(), config.model)
+
+        yield Parts(
+            frame=frame,
+            ends=end_tokens(shapes["policy"], frame.tokenizer),
+            rollout=rollout,
+            publish=ShippingPublisher(
+                groups["policy"], rollout, frame.prober(groups["policy"], answered), config.on_publish
+            ),
+            observers=groups,
+            learners={role: groups[role] for role in algorithm.trains},
+            export=partial(whole, write),
+            speed=None,
+        )
+
+
+async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: Any) -> ClusterPool:
+    """A replica on each rank of its pool."""
+    pool = config.controller.pool_of("rollout")
+    make: Any = partial(_embedded if _in_process(config) else _apart, config, frame.context)
+    ranks = config.controller.pool(pool).ranks
+    handles = await backend.singles("rollout", pool, RolloutWorker, [make] * ranks)
+    capacity, processes = engine_class("rollout", config.rollout.name).size(config.rollout)
+    limits = Limits(
+        replicas=ranks,
+        vocabulary=shape.get_input_embeddings().weight.shape[0],
+        context=frame.context,
+        timeout=config.rollout.timeout,
+        start_timeout=config.rollout.start_timeout,
+        restarts=0,
+    )
+
+    def launch(name: str) -> RemoteReplica:
+        return RemoteReplica(name, handles[int(name.partition("-")[0])], capacity, processes)  # type: ignore[arg-type]
+
+    rollout = ClusterPool(launch, limits, frame.tokenizer)
+    rollout.weights, rollout.place = config.rollout.weights, new_place(config.rollout.weights, Path(config.run.dir))
+    try:
+        await rollout.open()
+    except BaseException:
+        await rollout.close()
+        raise
+    return rollout
+
+
+# ---------------------------------------------------------------------- what is checked before anything starts
+
+
+def _models(config: RLConfig, algorithm: Algorithm) -> dict[Role, str]:
+    """The roles that hold a model, and which."""
+    found: dict[Role, str] = {"policy": config.model}
+    if "reference" in algorithm.uses:
+        found["reference"] = config.reference.model or config.model
+    if "critic" in algorithm.uses:
+        found["critic"] = config.critic.model or config.model
+    return found
+
+
+def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
+    """The pools in which these roles work; raises `ConfigError` for a pool without work, and a role without place."""
+    controller = config.controller
+    used = {controller.pool_of(role) for role in roles}
+    if idle := [name for name in controller.pools if name not in used]:
+        raise ConfigError(
+            f"no role works in controller.pools.{idle[0]}: name it in controller.roles, or leave it out; this run has "
+            f"the roles {', '.join(roles)}"
+        )
+    if (replicas := config.rollout.model_dump().get("replicas", 1)) != 1:
+        raise ConfigError(
+            f"rollout.replicas={replicas}: on a cluster each rank of its pool is one; set "
+            f"controller.pools.{controller.pool_of('rollout')}.ranks"
+        )
+    if controller.pool_of("policy") == controller.pool_of("rollout") and not config.rollout.weights.staged:
+        raise ConfigError(
+            "rollout.weights.staged=false: policy and rollout work in one process by turns, and neither could wait for "
+            "the other; leave it true, or give them pools of their own"
+        )
+    names = [*controller.pools] or ["all"]
+    return {
+        name: (pool := controller.pool(name)).model_copy(update={"threads": pool.threads or config.threads})
+        for name in names
+    }
+
+
+def _reachable(config: RLConfig, reports: Mapping[str, list[Report]]) -> None:
+    """Raises `ConfigError` where weights would have to leave a machine by its own memory."""
+    policy = reports[config.controller.pool_of("policy")][0].host
+    elsewhere = {r.host for r in reports[config.controller.pool_of("rollout")]} - {policy}
+    if elsewhere and config.rollout.weights.transport in ("shared_memory", "cuda_ipc"):
+        raise ConfigError(
+            f"rollout.weights.transport={config.rollout.weights.transport} stays on one machine, but the policy works "
+            f"on {policy} and the rollout on {', '.join(sorted(elsewhere))}; use broadcast, or files on a shared disk"
+        )
+
+
+def _in_process(config: RLConfig) -> bool:
+    return engine_class("rollout", config.rollout.name).in_process
+
+
+# ---------------------------------------------------------------------- made where they work
+
+
+def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Role, tuple[type, Any]]:
+    """Class and factory of each role's worker."""
+    found: dict[Role, tuple[type, Any]] = {"policy": (PolicyWorker, partial(_policy, config, algorithm, training))}
+    if "reference" in algorithm.uses:
+        found["reference"] = (ReferenceWorker, partial(_reference, config))
+    if "critic" in algorithm.uses:
+        found["critic"] = (CriticWorker, partial(_critic, config, algorithm))
+    return found
+
+
+def _policy(config: RLConfig, algorithm: Algorithm, training: bool, seat: Seat) -> PolicyWorker:
+    engine = _trainer(config, config.model, config.trainer, seat, trainable=training)
+    return PolicyWorker(engine, algorithm, seat.rank, seat.address)
+
+
+def _reference(config: RLConfig, seat: Seat) -> ReferenceWorker:
+    model = config.reference.model or config.model
+    return ReferenceWorker(_trainer(config, model, config.trainer, seat, trainable=False))
+
+
+def _critic(config: RLConfig, algorithm: Algorithm, seat: Seat) -> CriticWorker:
+    model = config.critic.model or config.model
+    return CriticWorker(_trainer(config, model, config.critic.trainer, seat, head="value"), algorithm)
+
+
+def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **options: Any) -> Any:
+    """A training engine: whole on one rank, sharded over several."""
+    from treadle.engines.torch.model import load_model
+
+    engine = engine_class("engines", trainer.name)
+    options["total_steps"] = config.optimizer_steps
+    if seat.ranks == 1:
+        return engine(load_model(model, trainer.dtype), trainer, **options)
+    return engine.sharded(model, trainer, seat.ranks, **options)
+
+
+def _embedded(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
+    """An engine in this very process, which shares its device with whoever else works here."""
+    from treadle.engines.torch.model import checkpoint_tensors, load_model, load_tokenizer
+    from treadle.rollout.embedded.replica import EmbeddedReplica
+
+    model = load_model(config.model, config.trainer.dtype)
+    engine = engine_class("rollout", config.rollout.name)(
+        model, load_tokenizer(config.model), config.rollout, seat.device, owns_weights=True
+    )
+    return RolloutWorker(lambda name: EmbeddedReplica(name, engine, seat.device, lambda: checkpoint_tensors(model)))
+
+
+def _apart(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
+    """An engine in processes that this one starts."""
+    from treadle.engines.torch.model import find
+
+    given = config.rollout.model_dump().get("threads") or seat.threads
+    rollout = config.rollout.model_copy(update={"threads": given})
+    make = engine_class("rollout", rollout.name).replica
+    model, dtype = find(config.model), config.trainer.dtype
+    return RolloutWorker(lambda name: make(name, model, rollout, dtype=dtype, context=context))

@@ -1,0 +1,130 @@
+"""Back end `local`: all roles in this process, engines of vLLM in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from treadle.algorithms.base import Algorithm, Role
+from treadle.controller.device import LocalDevice
+from treadle.controller.local import LocalGroup
+from treadle.engines.torch.config import Config as TorchConfig
+from treadle.handles import Cost, Publisher, RewardFunction
+from treadle.recipes.config import RLConfig
+from treadle.recipes.measure import Speed
+from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
+from treadle.weights.publish import PROBE, SHORT_PROBE, LocalPublisher, ShippingPublisher
+from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
+
+
+@asynccontextmanager
+async def local_parts(
+    config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
+) -> AsyncIterator[Parts]:
+    """Build everything, cheap things first, and close it in reverse."""
+    from treadle.engines.torch.model import check_vocabulary, end_tokens, find, load_model, save_pretrained
+
+    async with AsyncExitStack() as stack:
+        generation = engine_class("rollout", config.rollout.name)
+        generation.check(config.rollout)
+        frame = await make_frame(config, reward, stack)
+        device = LocalDevice(config.threads)
+        stack.callback(device.close)
+
+        def build() -> tuple[dict[Role, Any], Any, Speed | None]:
+            """The engine of each role, the model that generates, and what speeds are compared with."""
+            engines: dict[Role, Any] = {"policy": _trainer(config, config.model, config.trainer, trainable=training)}
+            if "reference" in algorithm.uses:
+                model = config.reference.model or config.model
+                engines["reference"] = _trainer(config, model, config.trainer, trainable=False)
+            if "critic" in algorithm.uses:
+                model = config.critic.model or config.model
+                engines["critic"] = _trainer(config, model, config.critic.trainer, head="value")
+            for role, engine in engines.items():
+                check_vocabulary(engines["policy"].model, engine.model, frame.tokenizer, role)
+            # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
+            shared = config.max_staleness == 0
+            generator = None
+            if generation.in_process:
+                generator = engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
+            return engines, generator, _speed(engines) if training else None
+
+        engines, generator, speed = await device.run(build)
+        workers = {
+            "policy": lambda engine: PolicyWorker(engine, algorithm),
+            "reference": ReferenceWorker,
+            "critic": lambda engine: CriticWorker(engine, algorithm),
+        }
+        groups: dict[Role, Any] = {role: LocalGroup(workers[role](engine), device) for role, engine in engines.items()}
+        policy = engines["policy"].model
+        if generation.in_process:
+            owned = generator is not policy
+            rollout = generation(generator, frame.tokenizer, config.rollout, device, owns_weights=owned)
+            publish = _publisher(frame, groups["policy"], rollout, device, policy, generator)
+        else:
+            rollout = await generation.start(
+                find(config.model),
+                config.rollout,
+                dtype=config.trainer.dtype,
+                context=frame.context,
+                vocabulary=policy.get_input_embeddings().weight.shape[0],
+                decoder=frame.tokenizer,
+                directory=Path(config.run.dir),
+            )
+            stack.push_async_callback(groups["policy"].close)
+            prober = frame.prober(groups["policy"], SHORT_PROBE)
+            publish = ShippingPublisher(groups["policy"], rollout, prober, config.on_publish)
+        stack.push_async_callback(rollout.close)
+
+        async def write(path: Path) -> None:
+            await device.run(partial(save_pretrained, policy, path, frame.tokenizer))
+
+        yield Parts(
+            frame=frame,
+            ends=end_tokens(policy, frame.tokenizer),
+            rollout=rollout,
+            publish=publish,
+            observers=groups,
+            learners={role: groups[role] for role in algorithm.trains},
+            export=partial(whole, write),
+            speed=speed,
+        )
+
+
+def _publisher(frame: Frame, policy: Any, rollout: Any, device: LocalDevice, trained: Any, generates: Any) -> Publisher:
+    from treadle.engines.torch.model import own_tensors
+
+    shared = generates is trained
+    return LocalPublisher(
+        rollout=rollout,
+        device=device,
+        prober=frame.prober(policy, PROBE),
+        on_publish=frame.config.on_publish,
+        sent=None if shared else lambda: own_tensors(trained),
+        held=None if shared else lambda: generates.state_dict().items(),
+    )
+
+
+def _trainer(config: RLConfig, model: str, trainer: TorchConfig, **options: Any) -> Any:
+    """A training engine over a model of its own."""
+    from treadle.engines.torch.model import load_model
+
+    engine = engine_class("engines", trainer.name)
+    return engine(load_model(model, trainer.dtype), trainer, total_steps=config.optimizer_steps, **options)
+
+
+def _speed(engines: Mapping[Role, Any]) -> Speed | None:
+    """The operations of each role's model, and the rate of this machine; None where a model's are not known."""
+    from treadle.engines.speed import cost_of, matrix_rate
+
+    costs: dict[Role, Cost] = {}
+    for role, engine in engines.items():
+        if (cost := cost_of(engine.model)) is None:
+            return None
+        costs[role] = replace(cost, logits=0.0) if role == "critic" else cost
+    policy = engines["policy"]
+    return Speed(matrix_rate(policy.model.dtype, policy.device), costs)
