@@ -326,7 +326,8 @@ def test_the_schema_agrees_with_the_loader(extent: int) -> None:
             assert faults == []
         elif not faults:
             lines = found.removeprefix(f"{found.count(chr(10))} mistakes\n").splitlines()
-            assert any(re.search(STRICTER, line) for line in lines), found
+            own = re.search(r'"name": "[^"]+:', json.dumps(config))  # a class of one's own, whose keys no schema knows
+            assert own or any(re.search(STRICTER, line) for line in lines), found
 
     check()
 

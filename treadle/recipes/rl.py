@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.batch import Batch
+from treadle.controller.group import STEP
 from treadle.errors import TrainingError
 from treadle.recipes.collect import Collector, Sampler, first, gather
 from treadle.recipes.evaluate import evaluate
@@ -93,6 +94,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
 async def advance(config: RLConfig, system: System, now: Position, groups: list[Group], watch: Stopwatch) -> Position:
     """One step: observe, estimate, learn, publish."""
     algorithm, step, version = system.algorithm, now.step + 1, now.version
+    STEP.set(step)
     for group in groups:
         assert version - group.oldest_version <= config.max_staleness, f"group {group.index} is too old for {version}"
 

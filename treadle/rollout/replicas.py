@@ -98,6 +98,5 @@ async def within(call: Awaitable[T], seconds: float, since: asyncio.Future[Any] 
             raise TimeoutError
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody is left to be told
+        task.cancel()
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to be told
