@@ -30,4 +30,15 @@ class Config(treadle.config.Config):
     )
     microbatch_tokens: int = key("tokens of one forward and backward pass", default=2048, ge=1, le=2**31)
     activation_checkpointing: bool = key("recompute layers in the backward pass to save memory", default=False)
+    shard_ranks: int | None = key(
+        "ranks that share one copy of the weights, which other such groups repeat; it divides the ranks of the role; "
+        "null: all of them",
+        default=None,
+        ge=1,
+        le=1 << 16,
+    )
+    cpu_offload: bool = key(
+        "parameters, gradients and optimizer of sharded weights in host memory; a layer is fetched as it computes",
+        default=False,
+    )
     head_chunk: int = key("rows of logits that exist at a time", default=1024, ge=1, le=2**31)

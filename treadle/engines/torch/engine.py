@@ -1,4 +1,4 @@
-"""The torch training engine: one process, one device, any Hugging Face causal LM.
+"""The torch training engine: any Hugging Face causal LM, on one device or with its weights spread over several.
 
 Suffixes: T tokens of all trajectories laid end to end · M trained ones of one micro-batch · N trajectories.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,14 @@ from treadle.engines.torch.gradient import accumulate, number, scan
 from treadle.engines.torch.model import checkpoint_tensors
 from treadle.engines.torch.network import Head, Network
 from treadle.engines.torch.optimizer import Optimizer
+from treadle.engines.torch.sharding import part, passes, shard, whole
+from treadle.errors import ConfigError
 from treadle.types import Max, Mean, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Set
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from treadle.batch import Batch
     from treadle.engines.torch.config import Config
@@ -39,25 +44,41 @@ class TorchEngine:
     """
 
     def __init__(
-        self, model: Any, config: Config, *, total_steps: int, head: Head = "lm", trainable: bool = True
+        self,
+        model: Any,
+        config: Config,
+        *,
+        total_steps: int,
+        head: Head = "lm",
+        trainable: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """`model` from `load_model`, on its device. `total_steps`: where a falling schedule reaches 0.
 
         `head="value"` puts a scalar head on the model's last hidden states. Raises `ModelError` for an architecture
         that cannot run packed.
+
+        With a mesh (`make_mesh`), `model` comes from `load_sharded`, and every method but `close` is a collective: all
+        ranks call it, in the same order, each with its own rows, of which a rank may have none. What they find about
+        rows is theirs, and what `step` returns is to be merged over ranks. The model cannot be used by itself then.
         """
         self.model = model
         self.config = config
         self.network = Network(model, head, config.head_chunk, config.activation_checkpointing)
+        self.mesh = mesh
+        model.requires_grad_(False)
+        parameters = self.network.parameters() if trainable else {}
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        if mesh is not None:
+            shard(self.network, mesh, trainable=trainable, cpu_offload=config.cpu_offload)
+        elif config.cpu_offload or config.shard_ranks not in (None, 1):
+            wrong = "cpu_offload=true" if config.cpu_offload else f"shard_ranks={config.shard_ranks}"
+            raise ConfigError(f"trainer.{wrong} needs sharded weights, but this engine is alone; leave it out")
         self.device = self.network.device
         self.network.prove()
-        model.requires_grad_(False)
-        self.optimizer: Optimizer | None = None
-        if trainable:
-            parameters = self.network.parameters()
-            for parameter in parameters.values():
-                parameter.requires_grad_(True)
-            self.optimizer = Optimizer(parameters, config, total_steps)
+        part(self.network.root)
+        self.optimizer = Optimizer(self.network.parameters(), config, total_steps, mesh) if trainable else None
 
     # ------------------------------------------------------------------ passes
 
@@ -72,7 +93,7 @@ class TorchEngine:
         value_T = torch.full(batch.token_T.shape, math.nan, dtype=self.network.accurate)
         bootstrap_N = torch.zeros(len(batch), dtype=self.network.accurate)
         numbered = number(batch)
-        for rows in plan(batch, self.config.microbatch_tokens, everything=True):
+        for rows in passes(self.network, plan(batch, self.config.microbatch_tokens, everything=True)):
             part = numbered.select(rows)
             value_T[part.compact().extras_T["at"]], bootstrap_N[rows] = self.network.values(part)
         return value_T, bootstrap_N
@@ -101,8 +122,12 @@ class TorchEngine:
 
         Where a checkpoint's tensors are the model's, they share its memory; others (experts that the model holds
         stacked) are made as they are asked for.
+
+        On a mesh all ranks iterate it to its end, and rank 0 alone is given the tensors.
         """
-        return checkpoint_tensors(self.model)
+        if self.mesh is None:
+            return checkpoint_tensors(self.model)
+        return checkpoint_tensors(self.model, partial(whole, dtype=self.network.dtype))
 
     def save(self, path: Path) -> None:
         """Everything that training needs to go on bit for bit, into a new directory."""
@@ -118,8 +143,8 @@ class TorchEngine:
     def offload(self) -> None:
         """Take to the CPU what only this engine needs: masters and moments; the model too if it is not trained.
 
-        A trained model's compute weights stay, for a rollout engine may share them. Where the device is the CPU,
-        everything is there already and nothing moves.
+        A trained model's compute weights stay, for a rollout engine may share them, unless they are sharded. Where the
+        device is the CPU, everything is there already and nothing moves.
         """
         self._move(CPU)
 
@@ -140,10 +165,12 @@ class TorchEngine:
         return self._trained().tensors() | buffers
 
     def _move(self, device: torch.device) -> None:
+        if self.config.cpu_offload:
+            return
+        if self.mesh is not None or self.optimizer is None:
+            self.network.root.to(device)
         if self.optimizer is not None:
             self.optimizer.move(device)
-        else:
-            self.model.to(device)
 
     def _trained(self) -> Optimizer:
         if self.optimizer is None:

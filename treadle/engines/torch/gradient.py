@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from treadle.algorithms.aggregate import aggregate
+from treadle.batch import Batch
 from treadle.data.packing import plan
+from treadle.engines.torch.mesh import tell
+from treadle.engines.torch.sharding import passes
 from treadle.errors import TrainingError
 from treadle.handles import Loss, Outputs, Term
 from treadle.types import Max, Mean, Statistics, merge
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Callable, Set
 
-    from treadle.batch import Batch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from treadle.batch import Counts
     from treadle.engines.torch.network import Network
     from treadle.handles import Objective, Quantity
 
@@ -32,28 +37,26 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
     Denominators are the whole mini-batch's, so shards' gradients add up to its gradient, and their merged statistics
     are its statistics. Rows without signal are not run: their terms are zero and no metric counts them.
 
+    On a mesh every rank calls it with its shard, and afterwards the parameters' gradient is that of the mini-batch.
+
     A two-pass objective narrows the mask; then the denominators are counted again from what is left, which only the
-    whole mini-batch can tell. The log-probs that it trains are computed at all positions it saw, so that they are bit
-    for bit those that it selected by.
+    whole mini-batch can tell: without a mesh a shard is refused. The log-probs that it trains are computed at all
+    positions it saw, so that they are bit for bit those that it selected by.
     """
     counts = batch.count()
     own = batch.replace(counts=None).count()
     batch = batch.replace(counts=counts)
     chosen = batch
     if objective.select is not None:
-        if own != counts:
-            raise ValueError("a two-pass objective needs the whole mini-batch, not a shard of it")
         compact = batch.compact()
         scanned = scan(network, batch, objective.needs, budget)
-        compact = objective.select(compact, Outputs(**{name: x[batch.mask_T] for name, x in scanned.items()}))
-        chosen = batch.expanded(compact).replace(counts=None)
-        chosen = chosen.replace(counts=chosen.count())
+        outputs = Outputs(**{name: x[batch.mask_T] for name, x in scanned.items()})
+        compact, left = _selected(network.mesh, objective.select, compact, outputs)
+        chosen = batch.expanded(compact).replace(counts=left)
 
     total, parts, ran, processed = 0.0, [], [], 0
-    for rows in plan(batch, budget):
+    for rows in passes(network, [r for r in plan(batch, budget) if chosen.select(r).mask_T.any()]):
         seen, trained = batch.select(rows), chosen.select(rows)
-        if not trained.mask_T.any():
-            continue
         layout = network.layout(seen)
         outputs = network.outputs(seen, objective.needs, layout)
         ran, processed = ran + rows, processed + len(layout)
@@ -73,6 +76,20 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
         "tokens": Mean(chosen.count().tokens * share, share),
         "useful_tokens": Mean(useful, processed),
     }
+
+
+def _selected(
+    mesh: DeviceMesh | None, select: Callable[[Batch, Outputs], Batch], compact: Batch, outputs: Outputs
+) -> tuple[Batch, Counts]:
+    """What is left of these rows, and how much of the mini-batch, whose other rows lie on other ranks: every rank
+    selects from all of it, and keeps its own."""
+    told = tell((compact, present(outputs)), mesh)
+    whole = Batch.concat([part for part, _ in told])
+    if whole.replace(counts=None).count() != compact.count():
+        raise ValueError("a two-pass objective needs the whole mini-batch, not a shard of it")
+    chosen = select(whole, Outputs(**{name: torch.cat([x[name] for _, x in told]) for name in present(outputs)}))
+    begin = sum(len(part) for part, _ in told[: 0 if mesh is None else mesh.get_rank()])
+    return chosen.select(range(begin, begin + len(compact))), chosen.replace(counts=None).count()
 
 
 def checked(loss: Any, compact: Batch, function: str) -> Loss:
@@ -115,7 +132,7 @@ def scan(network: Network, batch: Batch, needs: Set[Quantity], budget: int) -> d
     shapes = {need: (len(batch.token_T), *(kinds if need == "given" else ())) for need in needs}
     whole = {f"{need}_T": torch.full(shape, math.nan, dtype=network.accurate) for need, shape in shapes.items()}
     numbered = number(batch)
-    for rows in plan(batch, budget, everything=True):
+    for rows in passes(network, plan(batch, budget, everything=True)):
         part = numbered.select(rows)
         for name, value_M in present(network.outputs(part, needs)).items():
             if name in whole:  # the log-prob is always there

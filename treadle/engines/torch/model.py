@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,7 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from treadle.attention import install
+from treadle.engines.torch.mesh import together
 from treadle.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -29,18 +34,25 @@ def load_model(path: str, dtype: str) -> Any:
     Dropout is set to zero whatever the configuration says: with it the KL of two equal policies is not zero.
     Raises `ModelError` naming the path when it is missing, damaged, incomplete or not a causal LM.
     """
-    directory, config = _configuration(path)
+    model = _read(path, dtype)
+    if torch.cuda.is_available():  # not run by the tests
+        model.cuda()
+    return model
+
+
+def load_sharded(path: str, dtype: str, mesh: DeviceMesh) -> Any:
+    """A model for `TorchEngine(..., mesh=mesh)`: rank 0's is that of `load_model`, on the CPU; the others' have no
+    weights until the engine spreads them.
+
+    A collective: every rank calls it, and a failure of one, as in `load_model`, is raised by all.
+    """
+    return together(lambda: _read(path, dtype) if dist.get_rank() == 0 else _described(*_checked(path), dtype), mesh)
+
+
+def _read(path: str, dtype: str) -> Any:
+    directory, config = _checked(path)
     logging.disable_progress_bar()
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(f"model '{path}' is a {config.model_type}, not a causal language model; choose one that is")
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            setattr(config, name, 0.0)
-    try:
-        with torch.device("meta"):  # a configuration that describes no model shows before the weights are read
-            AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise _unusable(path, error) from error
+    _described(path, config, dtype)  # a configuration that describes no model shows before the weights are read
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
@@ -57,8 +69,28 @@ def load_model(path: str, dtype: str) -> Any:
             "is it the export of a causal language model?"
         )
     install(model)
-    if torch.cuda.is_available():  # not run by the tests
-        model.cuda()
+    return model.eval()
+
+
+def _checked(path: str) -> tuple[str, Any]:
+    """The directory and the configuration of a causal LM, without dropout."""
+    directory, config = _configuration(path)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"model '{path}' is a {config.model_type}, not a causal language model; choose one that is")
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)
+    return directory, config
+
+
+def _described(path: str, config: Any, dtype: str) -> Any:
+    """The model that a configuration describes, without weights."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    except Exception as error:
+        raise _unusable(path, error) from error
+    install(model)
     return model.eval()
 
 
@@ -125,10 +157,17 @@ def own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name in a Hugging Face checkpoint, a layer at a time, tied ones once."""
+def checkpoint_tensors(
+    model: Any, of: Callable[[Tensor], Tensor | None] = lambda tensor: tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name in a Hugging Face checkpoint, a layer at a time, tied ones once.
+
+    `of` makes something else of the model's tensors first, or None of what is not to be told.
+    """
     for _, layer in itertools.groupby(own_tensors(model), key=lambda named: _layer(named[0])):
-        yield from revert_weight_conversion(model, dict(layer)).items()
+        found = [(name, of(tensor)) for name, tensor in layer]
+        if told := {name: tensor for name, tensor in found if tensor is not None}:
+            yield from revert_weight_conversion(model, told).items()
 
 
 def save_pretrained(model: Any, path: Path, tokenizer: Any) -> None:

@@ -5,7 +5,7 @@ Suffixes: S packed tokens of one pass · M trained ones among them · E hidden s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,8 @@ from treadle.handles import Outputs
 if TYPE_CHECKING:
     from collections.abc import Set
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from treadle.batch import Batch
     from treadle.handles import Quantity
 
@@ -36,8 +38,22 @@ QUANTITIES: dict[Head, frozenset[Quantity]] = {
 }
 
 
+class Root(nn.Module):
+    """Everything that has weights. Passes run inside of its call: that is where sharded weights come together."""
+
+    def __init__(self, model: nn.Module, value_head: nn.Linear | None) -> None:
+        super().__init__()
+        self.model, self.value_head = model, value_head
+
+    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """`run(*args)`: a tensor, or a tuple of tensors and None."""
+        return run(*args)
+
+
 class Network:
     """Batches live on the CPU; a pass takes their tokens to the model's device and brings per-token numbers back."""
+
+    mesh: DeviceMesh | None = None  # over which the weights are spread (sharding.py)
 
     def __init__(self, model: Any, head: Head, chunk: int, recompute: bool) -> None:
         """`recompute`: forget the activations of every decoder layer and make them again in the backward pass."""
@@ -51,21 +67,19 @@ class Network:
         self.settings: dict[str, Any] = model.config.get_text_config().to_dict()
         self.rule = LogitRule.of(self.settings)
         weight = self.lm_head.weight
-        self.accurate = accurate_dtype(weight.dtype)
+        self.device, self.dtype = weight.device, weight.dtype  # that compute
+        self.accurate = accurate_dtype(self.dtype)
         self.value_head: nn.Linear | None = None
         if head == "value":  # starts at zero: at first every state is worth the same
-            self.value_head = nn.Linear(weight.shape[1], 1, dtype=self.accurate, device=weight.device)
+            self.value_head = nn.Linear(weight.shape[1], 1, dtype=self.accurate, device=self.device)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self.recomputed = layers if recompute else []
+        self.root = Root(model, self.value_head)
+        self.layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.recomputed = self.layers if recompute else []
         if recompute and not self.recomputed:
             raise ModelError(f"{self.name} cannot recompute its layers; set activation_checkpointing=false")
         model.eval()
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What the objective reaches, by name, tied ones once. A value head leaves the language-model head alone."""
@@ -80,12 +94,20 @@ class Network:
         if not needs <= QUANTITIES[self.head]:
             raise ValueError(f"a {self.head} head gives {sorted(QUANTITIES[self.head])}, not {sorted(needs)}")
         layout = layout or self.layout(batch)
-        chosen_ME = self.hidden(layout).index_select(0, self._states(batch, layout))
-        if self.value_head is not None:
-            return Outputs(value_T=self._value(chosen_ME).to(batch.token_T.device))
         temperature_M = batch.temperature_N[batch.row_T][batch.mask_T]
-        if (temperature_M <= 0).any():
+        if self.value_head is None and (temperature_M <= 0).any():
             raise ValueError("a greedily sampled trajectory (temperature 0) has no log-prob and cannot be trained")
+        found = self.root(self._outputs, batch, needs, layout, self._states(batch, layout), temperature_M)
+        home = batch.token_T.device
+        return Outputs(*(None if x is None else x.to(home) for x in found))
+
+    def _outputs(
+        self, batch: Batch, needs: Set[Quantity], layout: Layout, state_M: Tensor, temperature_M: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The fields of `Outputs`, in order."""
+        chosen_ME = self.hidden(layout).index_select(0, state_M)
+        if self.value_head is not None:
+            return None, None, None, None, self._value(chosen_ME)
         found = quantities(
             chosen_ME,
             self.lm_head.weight,
@@ -97,19 +119,30 @@ class Network:
             self.rule,
             self.chunk,
         )
-        home = batch.token_T.device
-        found = (found.logprob_T, found.entropy_T, found.sum_p2_T, found.given_T)
-        return Outputs(*(None if x is None else x.to(home) for x in found))
+        return found.logprob_T, found.entropy_T, found.sum_p2_T, found.given_T
+
+    def idle(self) -> Tensor:
+        """A pass over one token in which every weight takes part: 0, with a gradient of 0."""
+        return self.root(self._idle)
+
+    def _idle(self) -> Tensor:
+        layout = lay_out([torch.zeros(1, dtype=torch.int64)], [0])
+        if self.value_head is not None:
+            return 0 * self._value(self.hidden(layout)).sum()
+        return 0 * self._logits(layout).sum()
 
     def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value of the state in which each trained token was chosen, [M], and of the state after each trajectory's
         last token, [N], 0 unless truncated."""
         layout = self.layout(batch)
-        hidden_SE = self.hidden(layout)
-        value_M = self._value(hidden_SE.index_select(0, self._states(batch, layout)))
-        last_N = self._value(hidden_SE.index_select(0, layout.place_T[batch.offset_N1[1:] - 1].to(self.device)))
+        value_M, last_N = self.root(self._values, batch, layout, self._states(batch, layout))
         home = batch.token_T.device
         return value_M.to(home), torch.where(batch.truncated_N, last_N.to(home), 0.0)
+
+    def _values(self, batch: Batch, layout: Layout, state_M: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_SE = self.hidden(layout)
+        last_N = layout.place_T[batch.offset_N1[1:] - 1].to(self.device)
+        return self._value(hidden_SE.index_select(0, state_M)), self._value(hidden_SE.index_select(0, last_N))
 
     def layout(self, batch: Batch) -> Layout:
         """How these rows go through the model: what a group's rows begin with once, and nothing behind the last state
@@ -120,13 +153,13 @@ class Network:
         return lay_out(rows, batch.group_N.tolist())
 
     def hidden(self, layout: Layout) -> Tensor:
-        """Last hidden states, [S, E].
+        """Last hidden states, [S, E]; inside of a call of `root`.
 
         Half-precision weights multiply in half precision, but what layers add up is kept in float32, and so are the
         norms: otherwise rounding is a quarter of the gradient (measured; 6 % this way).
         """
         token_1S = layout.token_S[None].to(self.device)
-        half = self.model.dtype if self.model.dtype.itemsize < 4 else None
+        half = self.dtype if self.dtype.itemsize < 4 else None
         with (
             self._recomputing() if torch.is_grad_enabled() else nullcontext(),
             nullcontext() if half is None else torch.autocast(self.device.type, half),
@@ -141,7 +174,7 @@ class Network:
     def _value(self, hidden_ME: Tensor) -> Tensor:
         if self.value_head is None:
             raise ValueError("this engine has no value head")
-        return self.value_head(hidden_ME.to(self.accurate))[:, 0]
+        return self.value_head(hidden_ME.to(self.accurate))[:, 0].clone()  # FSDP wants no views to come out of a unit
 
     def _states(self, batch: Batch, layout: Layout) -> Tensor:
         """Where the state lies in which each trained token was chosen: that of the token before, [M]."""
@@ -185,19 +218,19 @@ class Network:
         shared, *ends, other = (torch.randint(vocabulary, (n,), generator=random) for n in (5, 3, 6, 9))
         sequences = [*(torch.cat([shared, end]) for end in ends), other]
         layout = lay_out(sequences, [0, 0, 1])
-        packed_SV = logits(self.hidden(layout), self.lm_head.weight, self.lm_head.bias, self.rule)
+        packed_SV = self.root(self._logits, layout)
         ours = packed_SV[layout.place_T.to(self.device)].split(list(layout.lengths))
         self.model.set_attn_implementation("eager")
         try:
-            alone = [self.model(input_ids=s[None].to(self.device), use_cache=False).logits[0] for s in sequences]
+            alone = [self.root(self._alone, token_S) for token_S in sequences]
         finally:
             install(self.model)
         if not all(theirs_SV.isfinite().all() for theirs_SV in alone):
             raise ModelError(
                 f"{self.name}: the model's own logits are not finite, so its weights are damaged or too large for "
-                f"{self.model.dtype}; download or export it again"
+                f"{self.dtype}; download or export it again"
             )
-        tolerance = 0.1 if self.model.dtype.itemsize < 4 else 1e-3
+        tolerance = 0.1 if self.dtype.itemsize < 4 else 1e-3
         for ours_SV, theirs_SV in zip(ours, alone, strict=True):
             error_S = (ours_SV - theirs_SV).norm(dim=-1) / theirs_SV.norm(dim=-1).clamp(min=1e-6)
             # The median: rounding may send one token to another expert, a real fault touches most of them.
@@ -206,6 +239,13 @@ class Network:
                     f"{self.name} cannot be trained packed: its logits are off by {float(error_S.median()):.1%} "
                     "against its own forward pass; use another architecture"
                 )
+
+    def _logits(self, layout: Layout) -> Tensor:
+        return logits(self.hidden(layout), self.lm_head.weight, self.lm_head.bias, self.rule)
+
+    def _alone(self, token_S: Tensor) -> Tensor:
+        """The model's own logits, [S, V]."""
+        return self.model(input_ids=token_S[None].to(self.device), use_cache=False).logits[0]
 
 
 def _recompute(layer: nn.Module, function: Any, *args: Any) -> Any:

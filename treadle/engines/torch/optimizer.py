@@ -3,6 +3,8 @@
 Where the compute weights are bfloat16, each has a float32 master here: gradients are added up in float32, the master
 is updated, and its rounding is copied back in place, so that whoever shares the compute weights sees the new ones.
 Bytes per parameter: 2 compute + 4 master + 8 moments, and 4 of gradient during a step.
+
+Where the weights are sharded, their float32 parts are the masters, as plain tensors in the same memory.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from treadle.engines.torch.sharding import like, local, total_norm
 from treadle.errors import TrainingError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from treadle.engines.torch.config import Config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,14 +39,20 @@ class Update:
 
 
 class Optimizer:
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: Config, total_steps: int) -> None:
-        """`parameters` by name, tied ones once."""
-        self.config, self.total_steps = config, total_steps
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: Config,
+        total_steps: int,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """`parameters` by name, tied ones once; sharded over `mesh`, if there is one."""
+        self.config, self.total_steps, self.mesh = config, total_steps, mesh
         self.taken = 0  # steps so far, skipped ones included: what the schedule goes by
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.compute = dict(parameters)
-        self.masters = {n: nn.Parameter(p.detach().float()) if _is_half(p) else p for n, p in self.compute.items()}
+        self.masters = {n: self._master(p) for n, p in self.compute.items()}
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(_move_gradient, self.masters[n]))
             for n, p in self.compute.items()
@@ -73,11 +84,14 @@ class Optimizer:
 
     def step(self) -> Update:
         """Use up the gradient. One that is not finite changes nothing; too many in a row raise `TrainingError`."""
-        for p in self.masters.values():
+        for name, p in self.masters.items():
+            sharded = self.compute[name]
+            if sharded is not p and sharded.grad is not None:
+                p.grad, sharded.grad = local(sharded.grad), None
             if p.grad is None:  # the same as a gradient of zero: momentum and weight decay go on
                 p.grad = torch.zeros_like(p)
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(torch.nn.utils.get_total_norm(gradients), self.mesh)
         rate = self.learning_rate(self.taken)
         finite = bool(norm.isfinite())
         if finite:
@@ -101,7 +115,7 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters into the compute weights, in place."""
-        pairs = [(p, self.masters[n]) for n, p in self.compute.items() if p is not self.masters[n]]
+        pairs = [(p, self.masters[n]) for n, p in self.compute.items() if _is_half(p)]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])  # pyright: ignore[reportPrivateImportUsage]
 
@@ -115,7 +129,7 @@ class Optimizer:
         named = {f"weight/{name}": p.detach() for name, p in self.masters.items()}
         for moment in MOMENTS if self.updates else ():
             named |= {f"{moment}/{name}": self.adamw.state[p][moment] for name, p in self.masters.items()}
-        return named
+        return {name: like(self.compute[name.partition("/")[2]], part) for name, part in named.items()}
 
     def counters(self) -> dict[str, int]:
         return {"taken": self.taken, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
@@ -132,11 +146,18 @@ class Optimizer:
     def move(self, device: torch.device) -> None:
         """Take masters and moments to a device. Weights that are their own masters stay where the model is."""
         for name, p in self.masters.items():
-            if p is not self.compute[name]:
+            if _is_half(self.compute[name]):
                 p.data = p.data.to(device)
+            elif self.mesh is not None:
+                p.data = local(self.compute[name])
             state = self.adamw.state.get(p, {})
             for key, value in state.items():
                 state[key] = value.to(device)
+
+    def _master(self, p: nn.Parameter) -> nn.Parameter:
+        if self.mesh is not None:
+            return nn.Parameter(local(p))
+        return nn.Parameter(p.detach().float()) if _is_half(p) else p
 
     def close(self) -> None:
         """Free masters, moments and gradients, and let go of the compute weights."""
