@@ -10,13 +10,15 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from tests import virtual_clock
 from treadle.errors import ReplicaLost, RolloutError, WeightSyncError
 from treadle.handles import OnPublish
 from treadle.rollout.pool import Pool
-from treadle.rollout.replicas import Limits, Loaded, Piece
+from treadle.rollout.remote import Asked, Heard, RemoteReplica, Serving
+from treadle.rollout.replicas import Limits, Loaded, Piece, Replica
 from treadle.types import Completion, SamplingParams, TokenRequest
 from treadle.weights.shipment import MovedOn, Shipment
 from treadle.weights.stream import Address, Sent
@@ -56,6 +58,7 @@ class World:
     hops: int = 0  # rounds of the event loop that a piece is under way
     abort: float = 0.0  # seconds until an engine is rid of a request that was left
     reports: bool = False  # versions come with the last piece
+    way: float | None = None  # seconds to and from an engine in another process; None: they are in this one
     made: list[Fake] = field(default_factory=list)
     log: list[tuple[str, str]] = field(default_factory=list)  # engine, command
     wrong: list[str] = field(default_factory=list)  # what no pool may do
@@ -65,11 +68,11 @@ class World:
     prepare: Callable[[Fake], None] = lambda fake: None
     versions: dict[int, int] = field(default_factory=dict)  # of the shipments, by session
 
-    def launch(self, name: str) -> Fake:
+    def launch(self, name: str) -> Replica:
         fake = Fake(name, self)
         self.prepare(fake)
         self.made.append(fake)
-        return fake
+        return fake if self.way is None else RemoteReplica(name, Far(fake), self.capacity, 1)
 
     @property
     def alive(self) -> list[Fake]:
@@ -305,6 +308,62 @@ class Fake:
         return {"silent end": _END, "cancelled": _CANCEL}.get(kind or "", piece)
 
 
+class Far:
+    """The handle of a fake in another process, as the controller has it: calls take their time there and back."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.serving = Serving(fake)
+        self.fake = fake
+
+    async def start(self, name: str) -> None:
+        await self._there(self.fake.start)
+
+    async def submit(self, asked: Sequence[Asked]) -> None:
+        await self._there(partial(_told, self.serving.submit, asked))
+
+    async def drop(self, number: int) -> None:
+        await self._there(partial(self.serving.drop, number))
+
+    async def poll(self) -> tuple[list[Heard], Mapping[str, float]]:
+        return await self._there(self.serving.poll)
+
+    async def pause(self, keep_cache: bool) -> int:
+        return await self._there(partial(self.serving.pause, keep_cache))
+
+    async def resume(self) -> None:
+        await self._there(self.fake.resume)
+
+    async def expect(self, address: Address) -> None:
+        await self._there(partial(self.fake.expect, address))
+
+    async def received(self) -> Sequence[Mapping[str, str]]:
+        return await self._there(self.fake.received)
+
+    async def load(self, version: int) -> Loaded:
+        return await self._there(partial(self.fake.load, version))
+
+    async def sleep(self) -> None:
+        await self._there(self.fake.sleep)
+
+    async def wake(self) -> None:
+        await self._there(self.fake.wake)
+
+    async def end(self) -> None:
+        await self._there(self.serving.close)
+
+    async def _there(self, call: Callable[[], Awaitable[T]]) -> T:
+        assert self.fake.world.way is not None
+        await asyncio.sleep(self.fake.world.way)
+        try:
+            return await call()
+        finally:
+            await asyncio.sleep(self.fake.world.way)
+
+
+async def _told(call: Callable[[T], None], what: T) -> None:
+    call(what)
+
+
 def request(name: str, tokens: int = 8, **changes: Any) -> TokenRequest:
     """`name`: of the sample; its prompt and its noise follow from it."""
     known = {"stop_token_ids": changes.pop("stop_token_ids", ())}
@@ -383,9 +442,8 @@ class Scene:
 
     def at(self, slot: str) -> Fake:
         """The engine that is there now."""
-        replica = self.pool._members[slot].replica
-        assert isinstance(replica, Fake)
-        return replica
+        name = self.pool._members[slot].replica.name
+        return next(fake for fake in self.world.made if fake.name == name)
 
     def ask(self, asked: TokenRequest) -> asyncio.Task[Completion]:
         return asyncio.ensure_future(self.pool.generate(asked))

@@ -72,6 +72,7 @@ WORLDS = st.builds(
     hops=st.sampled_from([0, 3, 12]),
     abort=st.sampled_from([0.0, 0.0, 0.75]),
     reports=st.booleans(),
+    way=st.sampled_from([None, 0.0, 0.05]),
 )
 
 
@@ -79,7 +80,8 @@ class Story:
     """One random schedule, played."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.versions, self.joined, self.held = scene, 0, 0, asyncio.Lock()
+        self.scene, self.versions, self.joined = scene, 0, 0
+        self.held, self.probing = asyncio.Lock(), asyncio.Lock()
 
     async def happens(self, at: float, what: str, *how: Any) -> None:
         await asyncio.sleep(at)
@@ -155,9 +157,10 @@ class Story:
         assert self.scene.pool.stats()["tokens"] == before
 
     async def probe(self, number: int) -> None:
-        if each := list(self.scene.pool.each().values()):
-            asked = request(f"probe {number}", 2, priority=0)
-            check(asked, await each[number % len(each)].generate(asked))
+        async with self.probing:  # there is a place for one
+            if each := list(self.scene.pool.each().values()):
+                asked = request(f"probe {number}", 2, priority=0)
+                check(asked, await each[number % len(each)].generate(asked))
 
     async def asks(self, at: float, name: str, group: str, tokens: int, priority: int, patience: float | None) -> bool:
         """Whether it was served: else it was given up, or nobody is left."""
@@ -216,7 +219,7 @@ def test_whatever_happens_every_request_gets_its_tokens_or_one_clear_error(exten
         world: World, requests: list[Any], events: list[Any], replicas: int, restarts: int, supplies: str
     ) -> None:
         there = World(**{name: getattr(world, name) for name in ("capacity", "latency", "command", "chunk", "hops")})
-        there.abort, there.reports = world.abort, world.reports
+        there.abort, there.reports, there.way = world.abort, world.reports, world.way
 
         async def main(scene: Scene) -> None:
             scene.publish.moved_on, scene.publish.staged = supplies == "none", supplies == "staged"

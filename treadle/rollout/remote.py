@@ -58,10 +58,11 @@ class Serving:
         for one in asked:
             self._tasks[one.number] = asyncio.ensure_future(self._stream(one))
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            if number in self._tasks:
-                self._tasks[number].cancel()
+    async def drop(self, number: int) -> None:
+        """End a request; returns when the replica is rid of it."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
     async def poll(self) -> tuple[list[Heard], Mapping[str, float]]:
         """What came since the last call, as soon as anything did; and the replica's figures."""
@@ -80,6 +81,15 @@ class Serving:
         for _ in range(_QUIET_ROUNDS):  # what was sampled reaches the streams
             await asyncio.sleep(0)
         return self._count
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        try:
+            await self.replica.close()
+        finally:
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, one: Asked) -> None:
         try:
@@ -107,7 +117,7 @@ class Handle(Protocol):
 
     async def start(self, name: str) -> Any: ...
     async def submit(self, asked: Sequence[Asked]) -> None: ...
-    async def drop(self, numbers: Sequence[int]) -> None: ...
+    async def drop(self, number: int) -> None: ...
     async def poll(self) -> tuple[list[Heard], Mapping[str, float]]: ...
     async def pause(self, keep_cache: bool) -> int: ...
     async def resume(self) -> None: ...
@@ -157,12 +167,15 @@ class RemoteReplica:
                     if heard.error is not None:
                         raise heard.error
                     return
+                ended = heard.piece.finish is not None
                 yield heard.piece
         finally:
             del self._pieces[number]
+            sent = len(self._asked)
             self._asked = [asked for asked in self._asked if asked.number != number]
-            if not ended and self._lost is None:
-                self._tasks.append(asyncio.ensure_future(self._drop(number)))
+            if not ended and self._lost is None and sent == len(self._asked):
+                with suppress(ReplicaLost):
+                    await self._safely(self._handle.drop(number))
 
     async def pause(self, keep_cache: bool) -> None:
         """Stop between two tokens. All that came before has been given to those who wait for it."""
@@ -194,8 +207,11 @@ class RemoteReplica:
         return self._figures
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
+        self._give_up(ReplicaLost(f"rollout engine {self.name} was ended"))
+        await asyncio.gather(*tasks, return_exceptions=True)
         with suppress(ReplicaLost):
             await self._safely(self._handle.end())
 
@@ -234,12 +250,6 @@ class RemoteReplica:
             async with self._change:
                 self._heard += len(heard)
                 self._change.notify_all()
-
-    async def _drop(self, number: int) -> None:
-        with suppress(ReplicaLost):
-            await self._safely(self._handle.drop([number]))
-        if (task := asyncio.current_task()) is not None and task in self._tasks:
-            self._tasks.remove(task)
 
     def _give_up(self, lost: ReplicaLost) -> None:
         self._lost = lost

@@ -28,8 +28,8 @@ class RolloutWorker:
         self._now.submit(asked)
 
     @one
-    async def drop(self, numbers: Sequence[int]) -> None:
-        self._now.drop(numbers)
+    async def drop(self, number: int) -> None:
+        await self._now.drop(number)
 
     @one
     async def poll(self) -> tuple[list[Heard], Mapping[str, float]]:
@@ -66,7 +66,7 @@ class RolloutWorker:
     @one
     async def end(self) -> None:
         if self._serving is not None:
-            await self._serving.replica.close()
+            await self._serving.close()
 
     @property
     def _now(self) -> Serving:

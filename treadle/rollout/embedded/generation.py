@@ -12,8 +12,8 @@ from treadle.rollout.requests import Decoder, spells_stop
 from treadle.types import Completion, TokenRequest
 
 PrefixKey = tuple[str, bytes]
-Heard = Callable[[int, float, int], None]
-"""Told of a token as it is sampled: id, log-prob, version."""
+Heard = Callable[[int, float, str | None], None]
+"""Told of a token as it is sampled: id, log-prob, and with the last one why it ends."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,15 +56,17 @@ class Generation:
         self.token_C.append(token)
         self.logprob_C.append(logprob)
         self.version_C.append(version)
-        if self.heard is not None:
-            self.heard(token, logprob, version)
-        params = self.request.params
+        params, finish = self.request.params, None
         if token in params.stop_token_ids or (
             params.stop and decoder is not None and spells_stop(self.token_C, params.stop, decoder)
         ):
-            self._finish("stop")
+            finish = "stop"
         elif len(self.token_C) >= params.max_tokens:
-            self._finish("length")
+            finish = "length"
+        if self.heard is not None:
+            self.heard(token, logprob, finish)
+        if finish is not None:
+            self._finish(finish)
 
     def _finish(self, finish: str) -> None:
         self.done.set_result(

@@ -36,7 +36,7 @@ class EmbeddedReplica:
 
     async def stream(self, request: TokenRequest, seed: int) -> AsyncIterator[Piece]:
         """Tokens as they are sampled; their noise is the request's own. Leaving the iteration ends the request."""
-        heard: asyncio.Queue[tuple[int, float, int]] = asyncio.Queue()
+        heard: asyncio.Queue[tuple[int, float, str | None]] = asyncio.Queue()
         answer = asyncio.ensure_future(self._engine.generate(request, lambda *token: heard.put_nowait(token)))
         try:
             while True:
@@ -44,10 +44,12 @@ class EmbeddedReplica:
                 await asyncio.wait([answer, token], return_when=asyncio.FIRST_COMPLETED)
                 if not token.done():
                     token.cancel()
-                    answer.result()  # it ends with its last token, which was heard before, or with an error
+                    answer.result()  # an error: the last token was heard before
                     return
-                number, logprob, _ = token.result()
-                yield Piece([number], [logprob])
+                number, logprob, finish = token.result()
+                yield Piece([number], [logprob], finish)
+                if finish is not None:
+                    return
         finally:
             answer.cancel()
 
