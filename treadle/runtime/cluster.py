@@ -206,13 +206,15 @@ def _critic(config: RLConfig, algorithm: Algorithm, seat: Seat) -> CriticWorker:
 
 def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **options: Any) -> Any:
     """A training engine: whole on one rank, sharded over several."""
-    from treadle.engines.torch.model import load_model
+    from treadle.engines.torch.mesh import make_mesh
+    from treadle.engines.torch.model import load_model, load_sharded
 
     engine = engine_class("engines", trainer.name)
     options["total_steps"] = config.optimizer_steps
     if seat.ranks == 1:
         return engine(load_model(model, trainer.dtype), trainer, **options)
-    return engine.sharded(model, trainer, seat.ranks, **options)
+    mesh = make_mesh(seat.ranks, trainer.shard_ranks)
+    return engine(load_sharded(model, trainer.dtype, mesh), trainer, mesh=mesh, **options)
 
 
 def _embedded(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
