@@ -100,6 +100,7 @@ def _serve(rank: int, link: Connection, home: str) -> None:
     import torch
     import torch.distributed as dist
     import transformers
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     assert transformers.__version__
     torch.set_num_threads(1)
@@ -118,6 +119,7 @@ def _serve(rank: int, link: Connection, home: str) -> None:
                 dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
                 answer = (True, function(*args))
                 dist.destroy_process_group()
+                _clear_sharding_prop_cache()  # it remembers meshes of the group that is gone
             except BaseException:
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()

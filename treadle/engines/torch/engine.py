@@ -6,17 +6,20 @@ Suffixes: T tokens of all trajectories laid end to end · M trained ones of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from treadle.data.packing import plan
 from treadle.engines.torch import checkpoint
 from treadle.engines.torch.gradient import accumulate, number, scan
+from treadle.engines.torch.mesh import is_first, together
 from treadle.engines.torch.model import checkpoint_tensors
 from treadle.engines.torch.network import Head, Network
 from treadle.engines.torch.optimizer import Optimizer
@@ -78,6 +81,7 @@ class TorchEngine:
         self.device = self.network.device
         self.network.prove()
         part(self.network.root)
+        self._writer = ThreadPoolExecutor(1)  # one: ranks write in the same order
         self.optimizer = Optimizer(self.network.parameters(), config, total_steps, mesh) if trainable else None
 
     # ------------------------------------------------------------------ passes
@@ -131,13 +135,29 @@ class TorchEngine:
 
     def save(self, path: Path) -> None:
         """Everything that training needs to go on bit for bit, into a new directory."""
-        checkpoint.write(path, self._state(), self._trained().counters())
+        self._save(path, self._state())()
+
+    def save_async(self, path: Path) -> Callable[[], None]:
+        """`save`, in the background: what is written is the state of now. The result waits until all of it is on disk,
+        and raises what kept it from that."""
+        return self._save(path, checkpoint.staged(self._state()))
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        counters = self._trained().counters()
+        together(lambda: checkpoint.begin(path, counters) if is_first(self.mesh) else None, self.mesh)
+        return self._writer.submit(checkpoint.write, path, tensors, self._writers).result
+
+    @cached_property
+    def _writers(self) -> dist.ProcessGroup | None:
+        """Ranks that write together, apart from what training tells them meanwhile."""
+        return None if self.mesh is None else cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
     def load(self, path: Path) -> None:
-        """Go on from what `save` wrote. Raises `RunError` naming the file if it is missing, damaged or does not fit."""
+        """Go on from what `save` wrote, on however many ranks. Raises `RunError` naming the file if it is missing,
+        damaged or does not fit."""
         optimizer = self._trained()
-        optimizer.prepare(checkpoint.read_counters(path, optimizer.counters()))
-        checkpoint.read_tensors(path, self._state())
+        optimizer.prepare(together(lambda: checkpoint.read_counters(path, optimizer.counters()), self.mesh))
+        checkpoint.read_tensors(path, self._state(), self.mesh)
         optimizer.publish()
 
     def offload(self) -> None:
@@ -153,7 +173,8 @@ class TorchEngine:
         self._move(self.device)
 
     def close(self) -> None:
-        """Free the optimizer. The model belongs to whoever loaded it."""
+        """Free the optimizer, once all that was saved is on disk. The model belongs to whoever loaded it."""
+        self._writer.shutdown()
         if self.optimizer is not None:
             self.optimizer.close()
             self.optimizer = None

@@ -33,6 +33,11 @@ def make_mesh(ranks: int, shard: int | None) -> DeviceMesh:
     return init_device_mesh(device, (ranks // size, size), mesh_dim_names=(REPLICATE, SHARD))
 
 
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this rank speaks for all."""
+    return mesh is None or mesh.get_rank() == 0
+
+
 def tell(value: T, mesh: DeviceMesh | None) -> list[T]:
     """The `value` of every rank, by rank."""
     if mesh is None:

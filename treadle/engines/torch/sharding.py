@@ -78,10 +78,9 @@ def part(root: nn.Module) -> None:
 @torch.no_grad()
 def check(network: Network, mesh: DeviceMesh) -> None:
     """Every weight is cut by its rows over the "shard" ranks and every layer is a unit; raises `ModelError` if not."""
-    at, ranks = mesh.get_local_rank(SHARD), mesh[SHARD].size()
     for name, p in network.root.named_parameters():
-        rows = -(-p.shape[0] // ranks)
-        expected = (max(0, min(rows, p.shape[0] - at * rows)), *p.shape[1:])
+        rows = _rows(p.shape[0], mesh)
+        expected = (rows.stop - rows.start, *p.shape[1:])
         found = tuple(p.to_local().shape) if isinstance(p, DTensor) and p.device_mesh == mesh else "not sharded"
         if found != expected:
             raise ModelError(f"{network.name}: of '{name}' {tuple(p.shape)} this rank has {found}, not {expected}")
@@ -117,6 +116,11 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def rows_here(tensor: Tensor) -> slice:
+    """Those of a tensor's rows that this rank has."""
+    return _rows(tensor.shape[0], tensor.device_mesh if isinstance(tensor, DTensor) else None)
+
+
 def like(parameter: Tensor, own: Tensor) -> Tensor:
     """`own` as this rank's part of a tensor that is sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
@@ -146,6 +150,13 @@ def total_norm(own: Tensor, mesh: DeviceMesh | None) -> Tensor:
     dist.all_reduce(square, group=mesh.get_group(SHARD))
     dist.broadcast(square, group=mesh.get_group(REPLICATE), group_src=0)
     return square.sqrt().to(own)
+
+
+def _rows(count: int, mesh: DeviceMesh | None) -> slice:
+    """Equal numbers, but for the last ranks, which get fewer or none."""
+    at, ranks = (mesh.get_local_rank(SHARD), mesh[SHARD].size()) if mesh is not None else (0, 1)
+    each = -(-count // ranks)
+    return slice(min(count, at * each), min(count, (at + 1) * each))
 
 
 def _emptied(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
