@@ -37,7 +37,7 @@ def shard(network: Network, mesh: DeviceMesh, *, trainable: bool, cpu_offload: b
     if not network.layers:
         raise ModelError(f"{network.name} has no decoder layers that are known as such, so it cannot be sharded")
     half = network.dtype if trainable and network.dtype.itemsize < 4 else None
-    whole = _emptied(network.root, torch.float32 if half else None)
+    taken = _emptied(network.root, torch.float32 if half else None)
     buffers = dict(network.root.named_buffers())
     cuda = mesh.device_type == "cuda"  # not run by the tests
     offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
@@ -48,14 +48,14 @@ def shard(network: Network, mesh: DeviceMesh, *, trainable: bool, cpu_offload: b
     if network.value_head is not None:
         fully_shard(network.value_head, mesh=mesh, mp_policy=exact, offload_policy=offload, reshard_after_forward=False)
     fully_shard(network.root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-    check(network, mesh)
     for unit in units(network.root):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a factor is otherwise a kind of sum that only NCCL knows
     network.mesh, network.device = mesh, torch.device(mesh.device_type)
     network.root.to_empty(device="cpu" if cpu_offload else network.device)
+    check(network, mesh)
     for name, parameter in network.root.named_parameters():
-        _fill(parameter, whole.pop(name))
+        _fill(parameter, taken.pop(name))
     for module in network.root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(network.device))
