@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.engine_help import ppo, value_regression
-from tests.spmd import RANKS, Ranks
+from tests.spmd import RANKS, Failed, Ranks
 from tests.test_invariance import keep_likely, ragged
 from treadle.batch import Batch
 from treadle.data.packing import plan
@@ -28,7 +30,7 @@ from treadle.engines.torch.gradient import accumulate
 from treadle.engines.torch.mesh import make_mesh, together
 from treadle.engines.torch.model import load_model, load_sharded
 from treadle.engines.torch.network import Network
-from treadle.engines.torch.sharding import check, units
+from treadle.engines.torch.sharding import check, local, units
 from treadle.errors import ConfigError, ModelError, TrainingError
 from treadle.handles import Objective, Quantity
 from treadle.types import Statistics, merge
@@ -142,7 +144,7 @@ def train(path: str, shard: int | None, head: Any, keys: dict[str, Any]) -> Any:
     return gradient, learn(engine, 3), weights_of(engine)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [WORLDS[0], *(pytest.param(world, marks=pytest.mark.slow) for world in WORLDS[1:])])
 @pytest.mark.parametrize(
     ("name", "head", "keys"),
     [
@@ -186,7 +188,7 @@ def observe(path: str, shard: int | None, head: Any, dtype: str) -> tuple[dict[s
     same = all(torch.equal(x[batch.mask_T], found[n][batch.mask_T]) for n, x in engine.quantities(batch, needs).items())
     if head == "value":
         found["state_T"], found["bootstrap_N"] = engine.values(batch)
-    held = sum(p.to_local().nbytes for p in engine.network.root.parameters() if isinstance(p, DTensor))
+    held = sum(local(p).nbytes for p in engine.network.root.parameters())
     return found, same, held
 
 
@@ -411,3 +413,31 @@ def test_the_first_error_of_any_rank_is_raised_by_all(ranks: Ranks) -> None:
         return str(caught.value)
 
     assert ranks.run(2, each) == ["broken here (on rank 1)", "broken here"]
+
+
+# ---------------------------------------------------------------------- the ranks of these tests
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_fail_or_die_end_the_test_with_what_they_said() -> None:
+    mine = Ranks(2)
+
+    def work(how: str) -> int:
+        if dist.get_rank() == 1:
+            if how == "raises":
+                raise ValueError("said by rank 1")
+            if how == "dies":
+                os._exit(3)
+        if how != "works":
+            dist.barrier()
+        return dist.get_rank()
+
+    try:
+        for how, match in (("raises", "said by rank 1"), ("dies", "rank 1:\ndied"), ("hangs", "did not end in 2 s")):
+            with pytest.raises(Failed, match=match):
+                mine.run(
+                    2, work if how != "hangs" else (lambda: time.sleep(30)), *([how] * (how != "hangs")), timeout=2
+                )
+            assert mine.run(2, work, "works") == [0, 1]
+    finally:
+        mine.close()

@@ -163,6 +163,7 @@ def go_on(path: str, shard: int | None, head: Any, at: str, dtype: str = "float3
     return learn(engine, 2), weights_of(engine), trained(engine).counters()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("writer", [(0, None), (1, 1), (4, 2), (4, 4)])
 def test_training_goes_on_from_any_layout_in_any_other(
@@ -320,6 +321,21 @@ def test_a_directory_that_is_there_already_is_refused_by_all(
     ranks: Ranks, architectures: dict[str, str], tmp_path: Path
 ) -> None:
     assert all("File exists" in said for said in ranks.run(2, unwritable, architectures["llama"], str(tmp_path)))
+
+
+def full_disk(to: str) -> str:
+    tensors = {"x": torch.zeros(4)}
+    try:
+        checkpoint.write(Path(to), tensors, dist.group.WORLD)
+    except RunError as error:
+        return str(error)
+    return "written"
+
+
+def test_what_cannot_be_written_is_told_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for said in ranks.run(2, full_disk, str(tmp_path / "file")):
+        assert f"checkpoint {tmp_path / 'file'} cannot be written: FileExistsError" in said
 
 
 # ---------------------------------------------------------------------- moving
