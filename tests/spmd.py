@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
+import shutil
 import tempfile
 import time
 import traceback
@@ -63,6 +65,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._processes:
+            shutil.rmtree(self._home)
         self._processes, self._links = [], []
 
     def _start(self) -> None:
@@ -127,3 +131,4 @@ def _serve(rank: int, link: Connection, home: str) -> None:
 
 
 RANKS = Ranks(4)  # of all tests: they are started once, and end with the tests' process
+atexit.register(RANKS.close)
