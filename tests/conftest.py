@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from treadle.config import environment
 
 ROOT = Path(__file__).parent.parent
 settings.register_profile(
@@ -31,3 +35,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "tiny"
     _load(ROOT / "examples" / "make_models.py").make_tiny(out)
     return out
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray for all tests, with more cores than there are: back ends find it and leave it running."""
+    import ray
+
+    with environment.changed({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+        quiet: Any = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
+        ray.init(num_cpus=8, object_store_memory=1 << 30, **quiet)
+    yield
+    ray.shutdown()
