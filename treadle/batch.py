@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treadle.errors import RewardError
 from treadle.types import Ended, Group, Kind, Provenance, Reward, Trajectory, Unit, merge
@@ -104,8 +105,12 @@ class Batch:
         """The denominators: those this part carries, or its own."""
         if self.counts is not None:
             return self.counts
-        trained_N = self.trained_N
-        return Counts(int(trained_N.sum()), int((trained_N > 0).sum()))
+        import numpy as np
+
+        mask_T, offset_N1 = self.mask_T.cpu().numpy(), self.offset_N1.cpu().numpy()
+        starts = offset_N1[:-1][np.diff(offset_N1) > 0]  # an empty row ends where it starts
+        some = np.logical_or.reduceat(mask_T, starts) if len(starts) else mask_T[:0]
+        return Counts(int(np.count_nonzero(mask_T)), int(np.count_nonzero(some)))
 
     def sum_N(self, term_T: Tensor) -> Tensor:
         """Sum a [T] tensor over each trajectory, with gradient; [N]."""
@@ -127,9 +132,9 @@ class Batch:
         import torch
 
         rows_M = torch.as_tensor(rows, dtype=torch.int64)
-        lengths, take_T = self.length_N[rows_M], _tokens_of(self, rows_M)
+        lengths = self.length_N[rows_M]
         offset_N1 = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        changes = _each(self, lambda x: x[take_T], lambda x: x[rows_M])
+        changes = _each(self, _taking(self, rows_M), lambda x: x[rows_M])
         return self.replace(**changes, offset_N1=offset_N1, counts=self.count())
 
     def compact(self) -> Batch:
@@ -253,14 +258,20 @@ class Batch:
             return Learned(merge(*(result.statistics for result in results)), seen)
         if not isinstance(results[0], Mapping):
             return results[0]
-        place: dict[str, list[Tensor]] = {"N": [torch.as_tensor(r, dtype=torch.int64) for r in rows]}
-        place["T"] = [_tokens_of(self, r) for r in place["N"]]
+        rows_M = [torch.as_tensor(r, dtype=torch.int64) for r in rows]
+        runs = [run for number, part in enumerate(rows_M) for run in _runs(self, part, number)]
+        runs.sort()
+        tiled = _long(runs) and all(a.end == b.start for a, b in pairwise(runs))
+        tiled = tiled and (runs[0].start, runs[-1].end) == (0, len(self.token_T))
+        tokens = [] if tiled else [_tokens_of(self, part) for part in rows_M]
         found: dict[str, Tensor] = {}
         for name, first in results[0].items():
-            suffix = name.rpartition("_")[2]
-            count = len(self.token_T) if suffix == "T" else len(self)
-            whole = found[name] = first.new_empty((count, *first.shape[1:]))
-            for at, result in zip(place[suffix], results, strict=True):
+            per_token = name.rpartition("_")[2] == "T"
+            if per_token and tiled:
+                found[name] = torch.cat([results[r.part][name][r.at : r.at + r.end - r.start] for r in runs])
+                continue
+            whole = found[name] = first.new_empty((len(self.token_T) if per_token else len(self), *first.shape[1:]))
+            for at, result in zip(tokens if per_token else rows_M, results, strict=True):
                 whole[at] = result[name]
         return found
 
@@ -322,11 +333,60 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(Batch))
 
 def shared_prefix(rows: Sequence[Tensor]) -> int:
     """How many tokens all of these begin with."""
+    first, *others = (row.numpy() for row in rows)  # a call of numpy on a short row takes a third of torch's
+    shared = min(len(first), *map(len, others)) if others else len(first)
+    for other in others:
+        if not shared:
+            break
+        differs = first[:shared] != other[:shared]
+        at = int(differs.argmax())
+        shared = at if differs[at] else shared
+    return shared
+
+
+class _Run(NamedTuple):
+    """Tokens that lie side by side, both in a batch and in a part of it."""
+
+    start: int  # in the batch
+    end: int
+    at: int  # in the part
+    part: int
+
+
+_LONG = 64
+"""Tokens from which on it is cheaper to copy a run as a whole than token by token through an index."""
+
+
+def _runs(batch: Batch, rows_M: Tensor, part: int = 0) -> list[_Run]:
+    """The tokens of these rows, one row's after another's, in as few runs as they lie in."""
+    import numpy as np
+
+    rows, offset_N1 = rows_M.numpy(), batch.offset_N1.numpy()
+    starts, ends = offset_N1[:-1][rows], offset_N1[1:][rows]
+    some = ends > starts
+    starts, ends = starts[some], ends[some]
+    if not len(starts):
+        return []
+    breaks = np.flatnonzero(starts[1:] != ends[:-1])
+    starts, ends = starts[np.append(0, breaks + 1)], ends[np.append(breaks, -1)]
+    at = np.cumsum(ends - starts) - (ends - starts)
+    return [_Run(*run, part) for run in zip(starts.tolist(), ends.tolist(), at.tolist(), strict=True)]
+
+
+def _long(runs: Sequence[_Run]) -> bool:
+    """Whether to go by runs."""
+    return bool(runs) and sum(r.end - r.start for r in runs) >= _LONG * len(runs)
+
+
+def _taking(batch: Batch, rows_M: Tensor) -> Callable[[Tensor], Tensor]:
+    """What takes the tokens of these rows out of a [T] tensor."""
     import torch
 
-    shortest = min(len(row) for row in rows)
-    same = (torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]).all(0)
-    return shortest if bool(same.all()) else int(same.int().argmin())
+    runs = _runs(batch, rows_M)
+    if _long(runs):
+        return lambda x: torch.cat([x[r.start : r.end] for r in runs])
+    take_T = _tokens_of(batch, rows_M)
+    return lambda x: x[take_T]
 
 
 def _tokens_of(batch: Batch, rows_M: Tensor) -> Tensor:
