@@ -68,7 +68,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.undo()
 
 
-def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, tiny_model: Path) -> None:
+def test_every_key_is_read(
+    reads: set[tuple[str, str]], tmp_path: Path, tiny_model: Path, ray_cluster: None
+) -> None:
     """A key that nothing reads would be a promise that nothing keeps."""
     config = ppo(tmp_path, tiny_model)
     grpo = {"name": "grpo", "group_size": 2, "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
@@ -78,6 +80,10 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, tiny_mod
         "loss": {"algorithm": PPO | {"kl_in": "loss", "overlong_share": 0.5}},
         "grpo": {"algorithm": grpo, "reward": "fraction", "data": {"train": family}},
         "corrected": {"algorithm": grpo | CORRECTED},
+        "cluster": {
+            "controller": {"backend": "ray", "pools": {"all": {"cpus": 0.5}}},
+            "rollout": {"weights": {"transport": "files"}},
+        },
     }.items():
         treadle.train({**config, **change, "steps": 2, "run": {"dir": str(tmp_path / name), "checkpoint_every": 1}})
 

@@ -77,7 +77,8 @@ def _plain(annotation: Any, origin: Any, args: tuple[Any, ...], place: Place) ->
         constraints: tuple[Any, ...] = getattr(args[0], "__metadata__", ())
         patterns = [m.pattern for m in constraints if getattr(m, "pattern", None)]
         where = {"patternProperties": dict.fromkeys(patterns, inner)} if patterns else {"additionalProperties": inner}
-        return {"type": "object", **where}
+        named = {"propertyNames": {"enum": list(get_args(args[0]))}} if get_origin(args[0]) is Literal else {}
+        return {"type": "object", **where, **named}
     if origin is list or (origin is tuple and args[1:] == (...,)):
         return {"type": "array", "items": _schema(args[0], (), place)}
     if origin is tuple:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from annotated_types import Gt, Le
+from pydantic import model_validator
 
 from treadle.config import Config, key
 
@@ -18,7 +19,7 @@ class PoolConfig(Config):
     ranks: int = key("processes", default=1, ge=1, le=1 << 16)
     cpus: float = key("CPU cores of each, or a share of one", default=1.0, gt=0, le=4096)
     gpus: float = key("GPUs of each, or a share of one", default=0.0, ge=0, le=1024)
-    resources: dict[str, Annotated[float, Field(gt=0, le=1 << 20)]] = key(
+    resources: dict[str, Annotated[float, Gt(0), Le(1 << 20)]] = key(
         "of Ray's own resources, what each needs, as {h200: 1}: that is how nodes are told apart", default={}
     )
     threads: int | None = key("CPU threads of each; null: its cores", default=None, ge=1, le=1024)

@@ -7,7 +7,7 @@ from treadle.weights.config import WeightsConfig
 
 
 class RolloutConfig(Config):
-    """A rollout engine, chosen by its name. Time limits, restarts and weights are of engines in other processes."""
+    """A rollout engine, chosen by its name. Time limits and weights are of engines in other processes."""
 
     name: str = key("rollout engine, a module of treadle.rollout", default="embedded")
     max_sequences: int = key("sequences decoded together; more requests wait", default=64, ge=1, le=1 << 16)
@@ -18,5 +18,4 @@ class RolloutConfig(Config):
         le=86400,
     )
     start_timeout: float = key("seconds that an engine may take to start", default=600.0, gt=0, le=86400)
-    restarts: int = key("engines that are started in place of dead ones, in the whole run", default=3, ge=0, le=1 << 20)
     weights: WeightsConfig = key("how weights travel to the engines", default=WeightsConfig)

@@ -50,6 +50,7 @@ class Config(RolloutConfig):
     threads: int | None = key(
         "CPU threads of one engine; null: the cores, divided among the replicas", default=None, ge=1
     )
+    restarts: int = key("engines that are started in place of dead ones, in the whole run", default=3, ge=0, le=1 << 20)
     engine_args: dict[str, Any] = key("anything else for vLLM's engine, by its own names; vLLM checks them", default={})
 
     @model_validator(mode="after")
