@@ -61,6 +61,8 @@ async def cluster_parts(
         shapes = {role: skeleton(model) for role, model in models.items()}
         for role, shape in shapes.items():
             check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
+        if _in_process(config):
+            _loads_by_name(shapes["policy"])
         backend = await RayBackend.open(config.controller, pools)
         stack.push_async_callback(backend.close)
         _reachable(config, backend.reports)
@@ -149,6 +151,11 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
             f"rollout.replicas={replicas}: on a cluster each rank of its pool is one; set "
             f"controller.pools.{controller.pool_of('rollout')}.ranks"
         )
+    if controller.pool(controller.pool_of("rollout")).offload:
+        raise ConfigError(
+            f"controller.pools.{controller.pool_of('rollout')}.offload=true: training roles give up memory to each "
+            "other, the rollout engine does not yet; give it a pool of its own, or leave it false"
+        )
     if controller.pool_of("policy") == controller.pool_of("rollout") and not config.rollout.weights.staged:
         raise ConfigError(
             "rollout.weights.staged=false: policy and rollout work in one process by turns, and neither could wait for "
@@ -159,6 +166,19 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
         name: (pool := controller.pool(name)).model_copy(update={"threads": pool.threads or config.threads})
         for name in names
     }
+
+
+def _loads_by_name(shape: Any) -> None:
+    """Raises `ConfigError` for a model that the embedded engine cannot take from another process, where weights go by
+    the names of a checkpoint: one that holds its experts stacked."""
+    from treadle.engines.torch.model import checkpoint_tensors, own_tensors
+
+    sent, own = ({name for name, _ in tensors(shape)} for tensors in (checkpoint_tensors, own_tensors))
+    if sent != own:
+        raise ConfigError(
+            f"rollout.name=embedded takes no {type(shape).__name__} from another process: it holds '{min(own - sent)}' "
+            "otherwise than a checkpoint does; use rollout.name=vllm, or controller.backend=local"
+        )
 
 
 def _reachable(config: RLConfig, reports: Mapping[str, list[Report]]) -> None:
