@@ -226,24 +226,25 @@ class Batch:
         A group is a family: what all its rows begin with counts once. Mini-batches, and in them rows with and without
         signal, are parts, so that every pass over a batch cuts it as the step on one of its mini-batches does.
         """
-        tokens, length = self.token_T.split(self.length_N.tolist()), self.length_N.tolist()
+        import numpy as np
+
+        token_T, start, length_N = self.token_T.numpy(), self.offset_N1.tolist(), self.length_N.numpy()
         signal, minibatch, group = self.signal_N.tolist(), self.minibatch_N.tolist(), self.group_N.tolist()
         members: dict[int, list[int]] = {}
         for row, family in enumerate(group):
             members.setdefault(family, []).append(row)
-        shared = {f: shared_prefix([tokens[r] for r in rows]) if len(rows) > 1 else 0 for f, rows in members.items()}
+        shared = {f: _begin([token_T[start[r] : start[r + 1]] for r in rows]) for f, rows in members.items()}
+        before_N = np.array([shared[family] for family in group], np.int64)
+        once_N = 1 - 1 / np.array([len(members[family]) for family in group], np.int64)  # computed only once
+        cost_N = length_N - before_N * once_N + attention * (length_N**2 - before_N**2 * once_N) / 2
+        cost: list[float] = cost_N.tolist()
         bundles: dict[int, list[int]] = {}
         for row, bundle in enumerate(self.bundle_N.tolist()):
             bundles.setdefault(bundle, []).append(row)
         found: list[Unit] = []
         for rows in bundles.values():
-            cost = 0.0
-            for r in rows:
-                once = 1 - 1 / len(members[group[r]])  # of what the family computes only once
-                whole, before = length[r], shared[group[r]]
-                cost += whole - before * once + attention * (whole**2 - before**2 * once) / 2
-            part = 2 * minibatch[rows[0]] + (not any(signal[r] for r in rows))
-            found.append(Unit(rows, cost, group[rows[0]], part))
+            part = 2 * minibatch[rows[0]] + (not any(map(signal.__getitem__, rows)))
+            found.append(Unit(rows, sum(map(cost.__getitem__, rows)), group[rows[0]], part))
         return found
 
     def gather(self, rows: Sequence[Sequence[int]], results: Sequence[Any]) -> Any:
@@ -333,12 +334,16 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(Batch))
 
 def shared_prefix(rows: Sequence[Tensor]) -> int:
     """How many tokens all of these begin with."""
-    first, *others = (row.numpy() for row in rows)  # a call of numpy on a short row takes a third of torch's
-    shared = min(len(first), *map(len, others)) if others else len(first)
-    for other in others:
+    return _begin([row.numpy() for row in rows])
+
+
+def _begin(rows: Sequence[np.ndarray]) -> int:
+    """The same of arrays: a call of numpy on a short row takes a third of torch's."""
+    shared = min(map(len, rows))
+    for other in rows[1:]:
         if not shared:
             break
-        differs = first[:shared] != other[:shared]
+        differs = rows[0][:shared] != other[:shared]
         at = int(differs.argmax())
         shared = at if differs[at] else shared
     return shared
