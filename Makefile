@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 VLLM := .venv/.vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart smoke install vllm models test test-fast test-long curves native bench bench-trl bench-growth check docs docs-algorithms docs-metrics docs-serve format clean
+.PHONY: help quickstart smoke install vllm models test test-fast test-long curves native bench bench-trl bench-dispatch bench-growth check docs docs-algorithms docs-metrics docs-serve format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s "$$(printf '\t')"
@@ -72,6 +72,17 @@ bench-trl: $(INSTALLED) .cache/trl/.installed models/smollm2  ## a whole GRPO st
 	@test -x .cache/trl/bin/python || $(PYTHON) -m venv .cache/trl
 	@.cache/trl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@.cache/trl/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+bench-dispatch: $(INSTALLED) .cache/verl/.installed  ## a batch to workers and back, against bare Ray and verl (5 minutes)
+	$(BIN)/python -m benchmarks.dispatch
+
+.cache/verl/.installed: benchmarks/verl.txt
+	@echo "installing verl's DataProto into .cache/verl"
+	@test -x .cache/verl/bin/python || $(PYTHON) -m venv .cache/verl
+	@.cache/verl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.cache/verl/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@.cache/verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	@touch $@
 
 bench-growth: $(INSTALLED)  ## how time and memory grow, into docs/images/growth.png (10 minutes)

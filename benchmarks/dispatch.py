@@ -8,7 +8,8 @@ float32 numbers a token, and these are laid together in the order of the batch. 
 
 - bytes copied, counted where they are, over those that no way through an object store can do without: a copy of the
   batch in, a copy of the results out, a copy of them laid together;
-- time over that of `ray.put`, `ray.get` and `numpy.concatenate` for arrays that are cut already, through the same actors;
+- time over that of `ray.put`, `ray.get` and `numpy.concatenate` for arrays that are cut already, through the same
+  actors;
 - time of verl's `DataProto` for the same data over ours. It is padded already when its time begins.
 
 All take turns within a round; the figures are medians over rounds.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,5 +272,4 @@ def main(groups: int, rounds: int, peers: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules.setdefault("benchmarks.dispatch", sys.modules["__main__"])
     main()

@@ -60,7 +60,7 @@ def main() -> None:
     job = Job.given()
     given = torch.load(job.data)
     rectangles = padded(given)
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(include_dashboard=False, log_to_driver=False)
     workers: list[Any] = [Echo.remote(job.options["results"]) for _ in range(given["ranks"])]
     size = sum(value.nbytes for value in rectangles.values())
     while True:
