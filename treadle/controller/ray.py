@@ -8,21 +8,20 @@ copying them. Nobody may write into a tensor that came that way, and records are
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError, RayActorError, RayError
+from ray.exceptions import ObjectStoreFullError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from treadle.config import environment
 from treadle.controller.config import ControllerConfig, PoolConfig
-from treadle.controller.group import Group, Lost
-from treadle.controller.host import Factory, Failure, Host, Report, versions
+from treadle.controller.group import Group, Lost, Where, check, together
+from treadle.controller.host import Factory, Host, Report, versions
 from treadle.errors import ConfigError, WorkerError
 
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -44,11 +43,15 @@ class RayLink:
 
     def __init__(self, rank: int, actor: Any) -> None:
         self.rank, self.actor = rank, actor
-        self._numbers = itertools.count()
+        self.fate: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
+        self._sent = 0  # that compute
 
-    def send(self, role: str, method: str, args: Sequence[Any], ordered: bool) -> Awaitable[Any]:
-        number = next(self._numbers) if ordered else None
-        return _outcome(self.actor.call.remote(number, role, method, *args))
+    def send(
+        self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ordered: bool
+    ) -> Awaitable[Any]:
+        called = self.actor.call.remote(self._sent if ordered else None, role, method, *args, **kwargs)
+        self._sent += ordered  # a number that never arrives would be waited for, so it is taken once that is sure
+        return _outcome(called)
 
     async def status(self) -> tuple[bool, str]:
         return await _outcome(self.actor.status.remote())
@@ -78,17 +81,10 @@ class RayBackend:
         say what to change. Nothing is left behind."""
         backend = cls(config)
         try:
-            async with asyncio.timeout(config.start_timeout):
-                backend._connect()
-                fits(pools, _nodes())
-                for name, pool in pools.items():
-                    await backend._place(name, pool)
-        except TimeoutError:
-            await backend.close()
-            raise WorkerError(
-                f"the processes of the pools did not start within {config.start_timeout:g} s "
-                "(controller.start_timeout); is the cluster in use by others? `ray status` shows it"
-            ) from None
+            backend._connect()
+            fits(pools, _nodes())
+            for name, pool in pools.items():
+                await backend._place(name, pool)
         except BaseException:
             await backend.close()
             raise
@@ -96,13 +92,13 @@ class RayBackend:
 
     async def group(self, role: str, pool: str, worker: type, factory: Factory, attention: float = 0.0) -> Group:
         """A worker on each rank of a pool, as one group."""
-        links = self._links[pool]
+        links = self._pool(pool)
         await self._build(role, links, [factory] * len(links))
         return Group(role, worker, links, timeout=self._config.timeout, attention=attention)
 
     async def singles(self, role: str, pool: str, worker: type, factories: Sequence[Factory]) -> list[Group]:
         """A worker on each rank of a pool, each a group of its own."""
-        links = self._links[pool]
+        links = self._pool(pool)
         await self._build(role, links, factories)
         return [Group(role, worker, [link], timeout=self._config.timeout) for link in links]
 
@@ -110,7 +106,8 @@ class RayBackend:
         """End all processes, whatever state they are in, and Ray if it was started here."""
         links = [link for links in self._links.values() for link in links]
         if ray.is_initialized():
-            ended = [asyncio.ensure_future(_outcome(link.actor.close.remote())) for link in links]
+            well = [link for link in links if not link.fate.done()]  # the others would not answer
+            ended = [asyncio.ensure_future(_outcome(link.actor.close.remote())) for link in well]
             if ended:
                 await asyncio.wait(ended, timeout=_END)
             for task in ended:
@@ -151,7 +148,13 @@ class RayBackend:
         """Start a process for each rank, compare their code with ours, and make them a process group."""
         group = placement_group([_bundle(pool)] * pool.ranks, strategy="PACK")
         self._groups.append(group)
-        await group.ready()
+        try:
+            await asyncio.wait_for(group.ready(), self._config.start_timeout)
+        except TimeoutError:
+            raise WorkerError(
+                f"controller.pools.{name}: no room for it within {self._config.start_timeout:g} s "
+                "(controller.start_timeout); is the cluster in use by others? `ray status` shows it"
+            ) from None
         threads = pool.threads or max(1, int(pool.cpus))
         options = {
             "num_cpus": pool.cpus,
@@ -165,23 +168,28 @@ class RayBackend:
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = ray.remote(RayHost).options(scheduling_strategy=place, **options)
             links.append(RayLink(rank, actor.remote(rank, pool.ranks, threads, pool.offload)))
-        self.reports[name] = await _all(name, links, [link.actor.report.remote() for link in links])
+        self.reports[name] = await self._all(f"pool {name}", links, [link.actor.report.remote() for link in links])
         _same(name, self.reports[name])
         if pool.ranks > 1:
-            (address,) = await _all(name, links[:1], [links[0].actor.rendezvous.remote()])
+            meeting = [links[0].actor.rendezvous.remote()]
+            (address,) = await self._all(f"pool {name}", links[:1], meeting)
             # The controller's limit comes first: it can say who is missing.
             entering = [link.actor.join.remote(address, 2 * self._config.timeout) for link in links]
-            await _all(name, links, entering)
+            await self._all(f"pool {name}", links, entering)
 
     async def _build(self, role: str, links: Sequence[RayLink], factories: Sequence[Factory]) -> None:
-        try:
-            async with asyncio.timeout(self._config.start_timeout):
-                building = [link.actor.build.remote(role, f) for link, f in zip(links, factories, strict=True)]
-                await _all(role, links, building)
-        except TimeoutError:
-            raise WorkerError(
-                f"{role}: its workers were not ready within {self._config.start_timeout:g} s (controller.start_timeout)"
-            ) from None
+        check(links)
+        building = [link.actor.build.remote(role, f) for link, f in zip(links, factories, strict=True)]
+        await self._all(role, links, building)
+
+    async def _all(self, name: str, links: Sequence[RayLink], calls: Sequence[Any]) -> list[Any]:
+        where = Where(f"start of {name}", len(links), limit="controller.start_timeout")
+        return await together(where, links, [_outcome(call) for call in calls], self._config.start_timeout)
+
+    def _pool(self, name: str) -> list[RayLink]:
+        if name not in self._links:
+            raise ConfigError(f"{name!r} is no pool of this cluster; there are: {', '.join(self._links) or 'none'}")
+        return self._links[name]
 
 
 def fits(pools: Mapping[str, PoolConfig], nodes: Sequence[Mapping[str, float]]) -> None:
@@ -265,36 +273,14 @@ def _same(pool: str, reports: Sequence[Report]) -> None:
                 )
 
 
-async def _all(name: str, links: Sequence[RayLink], calls: Sequence[Any]) -> list[Any]:
-    """All answers; raises what one of them failed with, as soon as it does."""
-    tasks = [asyncio.ensure_future(_outcome(call)) for call in calls]
-    try:
-        for done in asyncio.as_completed(tasks):
-            await done
-    except Lost as lost:
-        raise WorkerError(f"{name}: a process died as it started: {lost}") from lost
-    finally:
-        for task in tasks:
-            task.cancel()
-    for link, task in zip(links, tasks, strict=True):
-        if isinstance(what := task.result(), Failure):
-            where = WorkerError(f"{name}, rank {link.rank} of {len(links)}, there:\n{what.traceback}")
-            from treadle.errors import TreadleError
-
-            if isinstance(what.error, TreadleError):
-                raise what.error from where
-            raise WorkerError(f"{name}: rank {link.rank} of {len(links)} could not start: {what.text}") from where
-    return [task.result() for task in tasks]
-
-
 async def _outcome(reference: Any) -> Any:
     """What a call on an actor gives."""
     try:
         return await reference
-    except RayActorError as error:
+    except RayTaskError as error:  # before its method or behind it: what came or went could not be read or written
+        raise Lost(f"{type(error.cause).__name__}: {str(error.cause).partition(chr(10))[0]}") from error
+    except RayError as error:
         raise Lost(_said(error)) from error
-    except RayError as error:  # it did not even get as far as the method
-        return Failure(None, f"{type(error).__name__}: {_said(error)}", str(error), False)
 
 
 def _said(error: Exception) -> str:

@@ -9,7 +9,8 @@ one         rank 0 alone
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -49,3 +50,9 @@ def verb_of(worker: type, name: str) -> Verb:
     if verb is None:
         raise AttributeError(f"{worker.__name__}.{name} has no verb; mark it @everywhere, @sharded or @one")
     return verb
+
+
+def arguments(worker: type, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a worker's method, by position as far as that goes; TypeError where they do not fit it."""
+    bound = inspect.signature(getattr(worker, name)).bind(None, *args, **kwargs)
+    return bound.args[1:], bound.kwargs
