@@ -127,6 +127,14 @@ class TrainingEngine(Protocol):
     def close(self) -> None: ...
 
 
+class BackgroundSaving(Protocol):
+    """What a training engine can do, too: those that several ranks share must."""
+
+    def save_async(self, path: Path) -> Callable[[], None]:
+        """`save` in the background; the result waits until all of it is on disk."""
+        ...
+
+
 class Generator(Protocol):
     """Token ids in, token ids out: all that an agent sees of an engine."""
 
@@ -194,7 +202,11 @@ class TrainedHandle(ModelHandle, Protocol):
         """
         ...
 
-    async def save(self, path: Path) -> None: ...
+    async def save(self, path: Path) -> bool:
+        """Write the state of now; True if that goes on in the background, until `saved` returns."""
+        ...
+
+    async def saved(self) -> None: ...
     async def load(self, path: Path) -> None: ...
 
 

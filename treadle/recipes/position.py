@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from treadle.handles import TrainedHandle
     from treadle.recipes.collect import Collector
     from treadle.recipes.system import System
 
@@ -22,14 +25,35 @@ class Position:
     data_ended: bool = False
 
 
-async def save(system: System, now: Position, collector: Mapping[str, object]) -> Position:
-    """Write a checkpoint: the place in the run and in the data, the algorithm, every trained role."""
-    now = replace(now, saved=now.step)
-    state = {"position": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
-    with system.record.checkpoint(now.step, state) as path:
-        for role, model in system.learners.items():
-            await model.save(path / role)
-    return now
+class Saver:
+    """Writes checkpoints. What a role writes in the background is waited for before the next one, and at the end."""
+
+    def __init__(self, system: System, tasks: asyncio.TaskGroup) -> None:
+        self._system, self._tasks = system, tasks
+        self._last: asyncio.Task[None] | None = None
+
+    async def save(self, now: Position, collector: Mapping[str, object]) -> Position:
+        """A checkpoint of now: the place in the run and in the data, the algorithm, every trained role."""
+        await self.done()
+        system, now = self._system, replace(now, saved=now.step)
+        state = {"position": asdict(now), "collector": collector, "algorithm": system.algorithm.state()}
+        with ExitStack() as stack:
+            path = stack.enter_context(system.record.checkpoint(now.step, state))
+            writing = [model for role, model in system.learners.items() if await model.save(path / role)]
+            if writing:
+                self._last = self._tasks.create_task(self._written(writing, stack.pop_all()))
+        return now
+
+    async def done(self) -> None:
+        """The last checkpoint is whole."""
+        if self._last is not None:
+            await self._last
+
+    @staticmethod
+    async def _written(writing: Sequence[TrainedHandle], whole: ExitStack) -> None:
+        with whole:
+            for model in writing:
+                await model.saved()
 
 
 async def restore(system: System, collector: Collector) -> Position:

@@ -29,7 +29,7 @@ from treadle.errors import TrainingError
 from treadle.recipes.collect import Collector, Sampler, first, gather
 from treadle.recipes.evaluate import evaluate
 from treadle.recipes.measure import Stopwatch, measure_batch, measure_rollout, measure_speed
-from treadle.recipes.position import Position, restore, save
+from treadle.recipes.position import Position, Saver, restore
 from treadle.types import Group, Max, Statistics, merge
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
         slots=(config.max_staleness + 1) * config.prompts_per_step,
         max_filtered=config.max_filtered_groups,
     )
+    saver = Saver(system, tasks)
     now = await restore(system, collector)
     await system.publish(now.version)
     if now.evaluated is None:
@@ -77,7 +78,7 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
         if config.evaluation.due(now.step) and now.evaluated != now.step:
             now = await evaluate(config, system, now)
         if record.checkpoint_due(now.step) and now.saved != now.step:
-            now = await save(system, now, collector.state(groups))
+            now = await saver.save(now, collector.state(groups))
     collector.stop()
     if now.step == 0:
         raise TrainingError(
@@ -87,7 +88,8 @@ async def _train(config: RLConfig, system: System, tasks: asyncio.TaskGroup) -> 
     if now.evaluated != now.step:
         now = await evaluate(config, system, now)
     if now.saved != now.step:
-        now = await save(system, now, collector.state(groups))
+        now = await saver.save(now, collector.state(groups))
+    await saver.done()
     return now
 
 

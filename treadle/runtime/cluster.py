@@ -211,7 +211,7 @@ def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Rol
 
 def _policy(config: RLConfig, algorithm: Algorithm, training: bool, seat: Seat) -> PolicyWorker:
     engine = _trainer(config, config.model, config.trainer, seat, trainable=training)
-    return PolicyWorker(engine, algorithm, seat.rank, seat.address)
+    return PolicyWorker(engine, algorithm, seat.ranks == 1, seat.rank, seat.address)
 
 
 def _reference(config: RLConfig, seat: Seat) -> ReferenceWorker:
@@ -221,7 +221,8 @@ def _reference(config: RLConfig, seat: Seat) -> ReferenceWorker:
 
 def _critic(config: RLConfig, algorithm: Algorithm, seat: Seat) -> CriticWorker:
     model = config.critic.model or config.model
-    return CriticWorker(_trainer(config, model, config.critic.trainer, seat, head="value"), algorithm)
+    engine = _trainer(config, model, config.critic.trainer, seat, head="value")
+    return CriticWorker(engine, algorithm, seat.ranks == 1)
 
 
 def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **options: Any) -> Any:

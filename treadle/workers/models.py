@@ -5,17 +5,18 @@ Suffixes: N trajectories · T tokens of all of them laid end to end.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from treadle.algorithms.base import Algorithm
 from treadle.controller.host import LOOPBACK, free_port
 from treadle.controller.verbs import everywhere, one, sharded
-from treadle.handles import Learned, Loss, Objective, Outputs, TrainingEngine, Weights
+from treadle.handles import BackgroundSaving, Learned, Loss, Objective, Outputs, TrainingEngine, Weights
 from treadle.weights.stream import Address, Sent, Shipper
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class TrainedWorker(ModelWorker):
     role: str
     objective: Objective
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
+    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, alone: bool = True) -> None:
+        """`alone`: no other rank has a part of this model."""
         super().__init__(engine)
-        self.algorithm = algorithm
+        self.algorithm, self.alone = algorithm, alone
+        self._saving: Callable[[], None] | None = None
 
     @sharded
     def step(self, batch: Batch, state: Mapping[str, Any]) -> Learned:
@@ -71,8 +74,19 @@ class TrainedWorker(ModelWorker):
         return Learned({f"{self.role}/{name}": value for name, value in statistics.items()})
 
     @everywhere
-    def save(self, path: Path) -> None:
-        self.engine.save(path)
+    def save(self, path: Path) -> bool:
+        """Several ranks write in the background: each keeps a copy of its own part alone."""
+        if self.alone:
+            self.engine.save(path)
+        else:
+            self._saving = cast(BackgroundSaving, self.engine).save_async(path)
+        return not self.alone
+
+    @everywhere
+    async def saved(self) -> None:
+        if self._saving is not None:
+            await asyncio.to_thread(self._saving)
+            self._saving = None
 
     @everywhere
     def load(self, path: Path) -> None:
@@ -84,9 +98,16 @@ class PolicyWorker(TrainedWorker):
 
     role = "policy"
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, rank: int = 0, address: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        algorithm: Algorithm,
+        alone: bool = True,
+        rank: int = 0,
+        address: str = LOOPBACK,
+    ) -> None:
         """`address`: by which other machines reach this one."""
-        super().__init__(engine, algorithm)
+        super().__init__(engine, algorithm, alone)
         self._rank, self._address = rank, address
         self.objective = Objective(
             loss=algorithm.loss,
@@ -159,8 +180,8 @@ class CriticWorker(TrainedWorker):
 
     role = "critic"
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm) -> None:
-        super().__init__(engine, algorithm)
+    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, alone: bool = True) -> None:
+        super().__init__(engine, algorithm, alone)
         self.objective = Objective(loss=algorithm.value_loss, needs=frozenset({"value"}))
 
     @sharded
