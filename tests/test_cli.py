@@ -68,9 +68,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.undo()
 
 
-def test_every_key_is_read(
-    reads: set[tuple[str, str]], tmp_path: Path, tiny_model: Path, ray_cluster: None
-) -> None:
+def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, tiny_model: Path, ray_cluster: None) -> None:
     """A key that nothing reads would be a promise that nothing keeps."""
     config = ppo(tmp_path, tiny_model)
     grpo = {"name": "grpo", "group_size": 2, "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
