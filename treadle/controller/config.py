@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Gt, Le
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from treadle.config import Config, key
 
@@ -44,6 +44,13 @@ class ControllerConfig(Config):
     start_timeout: float = key("seconds that all processes may take to start", default=600.0, gt=0, le=86400)
     pools: dict[str, PoolConfig] = key("processes by a name of yours; {}: one, for all roles together", default={})
     roles: dict[Place, str] = key("which pool each role works in; the first one where nothing is said", default={})
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _known(cls, roles: object) -> object:
+        if isinstance(roles, dict) and (unknown := [role for role in roles if role not in get_args(Place)]):
+            raise ValueError(f"{unknown[0]!r} is no role; there are: {', '.join(get_args(Place))}")
+        return roles
 
     @model_validator(mode="after")
     def _rules(self) -> ControllerConfig:

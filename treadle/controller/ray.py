@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import warnings
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,6 +27,9 @@ from treadle.errors import ConfigError, WorkerError
 
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _REACH = 5.0  # seconds in which the head of a cluster must take a connection
+_SETTINGS = b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
+"""How HTTP/2 begins, on which Ray speaks. Who understands it answers with its settings, too."""
 _END = 5.0  # seconds that a process has to end by itself
 _CALLS = 1 << 12  # at a time in one actor
 
@@ -49,7 +53,8 @@ class RayLink:
     def send(
         self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ordered: bool
     ) -> Awaitable[Any]:
-        called = self.actor.call.remote(self._sent if ordered else None, role, method, *args, **kwargs)
+        with _storing():
+            called = self.actor.call.remote(self._sent if ordered else None, role, method, *args, **kwargs)
         self._sent += ordered  # a number that never arrives would be waited for, so it is taken once that is sure
         return _outcome(called)
 
@@ -57,12 +62,8 @@ class RayLink:
         return await _outcome(self.actor.status.remote())
 
     def share(self, value: Any) -> Any:
-        try:
+        with _storing():
             return ray.put(value)
-        except ObjectStoreFullError as error:
-            raise WorkerError(
-                "Ray's object store is full; give it more (ray start --object-store-memory) or make steps smaller"
-            ) from error
 
 
 class RayBackend:
@@ -136,10 +137,10 @@ class RayBackend:
                     if address is None:
                         options["include_dashboard"] = False
                     ray.init(address, **options)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (ConnectionError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
                     f"controller.address={address}: this cluster cannot be joined: {error}; is it running, with "
-                    "the same Ray and Python as here?"
+                    "the same Ray, Python and token (RAY_AUTH_TOKEN) as here?"
                 ) from error
             self._started = True
         flat_tensors()
@@ -250,15 +251,23 @@ def _list(resources: Mapping[str, float]) -> str:
 
 
 def _reach(address: str) -> None:
+    """Raises `ConfigError` unless a head can be there: Ray itself would look for minutes."""
     host, _, port = address.rpartition(":")
+    secret = environment.child_environment().get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
-        with socket.create_connection((host, int(port)), timeout=_REACH):
-            return
+        with socket.create_connection((host, int(port)), timeout=_REACH) as head:
+            head.sendall(_GREETING)
+            answer = b"" if secret else head.recv(9)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"controller.address={address}: nothing answers there ({error}); give host:port of `ray start --head`, or "
             "leave it out to start Ray on this machine"
         ) from error
+    if not secret and answer[3:4] != _SETTINGS:
+        raise ConfigError(
+            f"controller.address={address}: what answers there is no Ray; give host:port of `ray start --head`, whose "
+            "port is 6379 if nothing else was said"
+        )
 
 
 def _same(pool: str, reports: Sequence[Report]) -> None:
@@ -281,6 +290,17 @@ async def _outcome(reference: Any) -> Any:
         raise Lost(f"{type(error.cause).__name__}: {str(error.cause).partition(chr(10))[0]}") from error
     except RayError as error:
         raise Lost(_said(error)) from error
+
+
+@contextmanager
+def _storing() -> Iterator[None]:
+    try:
+        yield
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        raise WorkerError(
+            "Ray's object store is full, and so is the disk that it falls back on: give it more memory (ray start "
+            f"--object-store-memory), free the disk, or make steps smaller; {_said(error)}"
+        ) from error
 
 
 def _said(error: Exception) -> str:
