@@ -136,7 +136,7 @@ class RayBackend:
                     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
                     if address is None:
                         options["include_dashboard"] = False
-                    ray.init(address, **options)
+                    ray.init(address or "local", **options)  # a name left out would join whatever runs here
             except (ConnectionError, RuntimeError, ValueError, RayError) as error:
                 raise ConfigError(
                     f"controller.address={address}: this cluster cannot be joined: {error}; is it running, with "

@@ -88,7 +88,7 @@ class EmbeddedReplica:
 
     def stats(self) -> Mapping[str, float]:
         found = self._engine.stats()
-        return {"queue": found["queue"], "running": found["running"], "prefix_hits": found["prefix_hits"]}
+        return {"queue": found["queue"], "running": found["running"]}
 
     async def close(self) -> None:
         await self._engine.close()
