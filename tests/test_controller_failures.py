@@ -33,7 +33,7 @@ async def fails_at_once(call: Awaitable[Any], message: str) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
         await call
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 1.0
 
 
 def broken(call: Callable[[Any], Awaitable[Any]], message: str, kind: type[TreadleError] = WorkerError) -> None:
@@ -180,7 +180,7 @@ def test_a_factory_that_fails_on_one_rank_is_named(factory: Any, message: str, k
     """In the meantime the other rank waits for it in a collective."""
 
     async def main() -> None:
-        async with pool(2, timeout=LIMIT) as backend:
+        async with pool(2) as backend:  # whose collectives wait for minutes
             pids = [pid for _, _, pid in await asyncio.gather(*(s.where() for s in await each(backend)))]
             error = await fails(backend.group("warp", "all", Loom, factory), message, kind)
             if kind is ConfigError:
