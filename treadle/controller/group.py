@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,7 +45,7 @@ class Link(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """What stands for an argument, which has left this process when this returns."""
+        """What stands for an argument, which has left this process when this returns. From any thread."""
         ...
 
 
@@ -98,7 +99,9 @@ class Group:
             whole, *others = args
             told = [links[0].share(other) for other in others]
             rows = split(whole.units(self._attention), len(links))
-            parts = [[link.share(whole.select(mine)), *told] for link, mine in zip(links, rows, strict=True)]
+            with ThreadPoolExecutor() as threads:  # both copies of a part are made outside of Python's lock
+                shared = list(threads.map(lambda link, mine: link.share(whole.select(mine)), links, rows))
+            parts = [[part, *told] for part in shared]
             return whole.gather(rows, await self._run(where, links, name, parts, kwargs, ordered))
 
         return call
