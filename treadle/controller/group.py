@@ -115,11 +115,13 @@ class Group:
         kwargs: Mapping[str, Any],
         ordered: bool,
     ) -> list[Any]:
-        calls: list[Awaitable[Any]] = []
+        calls: list[asyncio.Future[Any]] = []
         try:
             for link, given in zip(links, args, strict=True):
                 calls.append(asyncio.ensure_future(link.send(self._role, method, given, kwargs, ordered)))
         except Exception as error:
+            for call in calls:
+                call.add_done_callback(lambda call: call.cancelled() or call.exception())
             if calls:  # some ranks were told and others not
                 end(self._links, WorkerError(f"{where.at(links[len(calls)].rank)}: it could not be told: {error}"))
             raise
@@ -158,6 +160,11 @@ async def together(
             if not done or any(_failed(task) for task in tasks):
                 break
             check(group)
+    except WorkerError:
+        for task in tasks:
+            task.add_done_callback(_told)
+            task.cancel()
+        raise
     except asyncio.CancelledError:
         for link, task in zip(links, tasks, strict=True):
             task.add_done_callback(lambda task, link=link: _unheard(where, link, group, task))

@@ -104,7 +104,7 @@ class Host:
         if inspect.iscoroutinefunction(factory):
             made = await _guarded(factory(seat))
         else:
-            made = await self._device.run(partial(_answer, partial(factory, seat)), _FIRST)
+            made = await self._device.run(partial(_answer, partial(self._made, factory, seat)), _FIRST)
         if isinstance(made, Failure):
             return made
         self._workers[role] = made
@@ -140,11 +140,21 @@ class Host:
             await self._device.run(_leave, _FIRST)
         self._device.close()
 
+    def _made(self, factory: Factory, seat: Seat) -> Any:
+        self._leave_devices()
+        return factory(seat)
+
+    def _leave_devices(self) -> None:
+        """Whoever is there gives up its memory, if that is how they share."""
+        tenant, self._tenant = self._tenant, None  # nobody, should it fail
+        if self._offload and tenant is not None:
+            self._workers[tenant].offload()
+
     def _compute(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._offload and self._tenant != role:
-            if self._tenant is not None:
-                self._workers[self._tenant].offload()
-            self._workers[role].onload()
+        if self._tenant != role:
+            self._leave_devices()
+            if self._offload:
+                self._workers[role].onload()
         self._tenant = role
         return getattr(self._workers[role], method)(*args, **kwargs)
 

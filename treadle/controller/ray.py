@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import warnings
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -114,10 +115,9 @@ class RayBackend:
             for task in ended:
                 task.cancel()
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            for link in links:
-                ray.kill(link.actor)
-            for group in self._groups:
-                remove_placement_group(group)
+            for ending in (*(partial(ray.kill, link.actor) for link in links), *map(_removal, self._groups)):
+                with suppress(RayError, RuntimeError, ValueError):  # one that is gone keeps nobody from the others
+                    ending()
         self._links.clear()
         self._groups.clear()
         if self._started:
@@ -243,6 +243,10 @@ def _bundle(pool: PoolConfig) -> dict[str, float]:
 
 def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _removal(group: PlacementGroup) -> Callable[[], None]:
+    return partial(remove_placement_group, group)
 
 
 def _list(resources: Mapping[str, float]) -> str:

@@ -141,7 +141,7 @@ class RemoteReplica:
         self._asked: list[Asked] = []
         self._pieces: dict[int, asyncio.Queue[Heard]] = {}
         self._heard = 0
-        self._change = asyncio.Condition()
+        self._news = asyncio.Event()  # more was heard, or the replica is lost
         self._tasks: list[asyncio.Task[None]] = []
         self._new = asyncio.Event()
         self._figures: Mapping[str, float] = {}
@@ -180,8 +180,9 @@ class RemoteReplica:
     async def pause(self, keep_cache: bool) -> None:
         """Stop between two tokens. All that came before has been given to those who wait for it."""
         count = await self._safely(self._handle.pause(keep_cache))
-        async with self._change:
-            await self._change.wait_for(lambda: self._heard >= count or self._lost is not None)
+        while self._heard < count and self._lost is None:
+            self._news.clear()
+            await self._news.wait()
         if self._lost is not None:
             raise self._lost
 
@@ -241,18 +242,16 @@ class RemoteReplica:
                 heard, self._figures = await self._safely(self._handle.poll())
             except ReplicaLost as lost:
                 self._give_up(lost)
-                async with self._change:
-                    self._change.notify_all()
                 return
             for one in heard:
                 if one.number in self._pieces:
                     self._pieces[one.number].put_nowait(one)
-            async with self._change:
-                self._heard += len(heard)
-                self._change.notify_all()
+            self._heard += len(heard)
+            self._news.set()
 
     def _give_up(self, lost: ReplicaLost) -> None:
         self._lost = lost
+        self._news.set()
         for number, pieces in self._pieces.items():
             pieces.put_nowait(Heard(number, None, lost))
 

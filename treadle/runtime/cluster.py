@@ -5,8 +5,9 @@ What is made in those processes is made by the functions below `Factories`; they
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from treadle.algorithms.base import Algorithm, Role
 from treadle.controller.config import Place, PoolConfig
 from treadle.controller.host import Report, Seat
 from treadle.engines.torch.config import Config as TorchConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, WorkerError
 from treadle.handles import RewardFunction
 from treadle.recipes.config import RLConfig
 from treadle.rollout.pool import Pool
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from treadle.controller.ray import RayBackend
     from treadle.weights.config import WeightsConfig
 
+_CLOSE = 10.0  # seconds
 ATTENTION = 1 / 8192
 """What a token's looking at one token costs, in tokens, where it does not follow from the model's shapes."""
 
@@ -75,7 +77,7 @@ async def cluster_parts(
             groups[role] = await backend.group(role, pool, worker, make, attention)
         rollout = await _rollout(config, frame, backend, shapes["policy"])
         stack.push_async_callback(rollout.close)
-        stack.push_async_callback(groups["policy"].close)
+        stack.push_async_callback(_closed, groups["policy"])
         answered = PROBE if _in_process(config) else SHORT_PROBE
 
         async def write(path: Path) -> None:
@@ -93,6 +95,13 @@ async def cluster_parts(
             export=partial(whole, write),
             speed=None,
         )
+
+
+async def _closed(policy: Any) -> None:
+    """Give back what publishing holds, if it still can: ranks that are out of step are ended a moment later, and the
+    error that was raised before is the one to tell."""
+    with suppress(WorkerError, TimeoutError):
+        await asyncio.wait_for(policy.close(), _CLOSE)
 
 
 async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: Any) -> ClusterPool:

@@ -38,12 +38,12 @@ class EmbeddedReplica:
         """Tokens as they are sampled; their noise is the request's own. Leaving the iteration ends the request."""
         heard: asyncio.Queue[tuple[int, float, str | None]] = asyncio.Queue()
         answer = asyncio.ensure_future(self._engine.generate(request, lambda *token: heard.put_nowait(token)))
+        token: asyncio.Task[tuple[int, float, str | None]] | None = None
         try:
             while True:
                 token = asyncio.ensure_future(heard.get())
                 await asyncio.wait([answer, token], return_when=asyncio.FIRST_COMPLETED)
                 if not token.done():
-                    token.cancel()
                     answer.result()  # an error: the last token was heard before
                     return
                 number, logprob, finish = token.result()
@@ -51,7 +51,10 @@ class EmbeddedReplica:
                 if finish is not None:
                     return
         finally:
-            answer.cancel()
+            tasks = [answer] if token is None else [answer, token]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def expect(self, address: Address) -> None:
         if self._receiving is not None:
