@@ -101,6 +101,20 @@ def test_four_roles_on_three_pools(tiny_model: Path, tmp_path: Path) -> None:
         assert mine["critic/loss"] == pytest.approx(theirs["critic/loss"], abs=1e-5)
 
 
+def test_what_was_trained_on_a_cluster_is_evaluated_there(tiny_model: Path, tmp_path: Path) -> None:
+    """By the run's own configuration, whose pools for critic and reference have nothing to do now."""
+    config = settings(tmp_path, tiny_model, evaluation={"samples": 2})
+    config |= {"algorithm": {"name": "ppo", "group_size": 4, "kl_coefficient": 0.05, "minibatches": 2}}
+    config["data"]["evaluation"] = config["data"]["train"]
+    pools = {name: {"cpus": 0.5, "ranks": 2 if name == "train" else 1} for name in ("train", "look", "generate")}
+    roles = {"policy": "train", "critic": "look", "reference": "look", "rollout": "generate"}
+    treadle.train(config | {"controller": {"backend": "ray", "pools": pools, "roles": roles}})
+    there = treadle.evaluate(tmp_path / "run")
+    here = treadle.evaluate(tmp_path / "run", overrides=["controller={}"])
+    last = read_rows(tmp_path / "run" / "evaluations.jsonl")[-1]
+    assert there["evaluation/greedy"] == here["evaluation/greedy"] == last["evaluation/greedy"]
+
+
 @pytest.mark.parametrize(
     ("controller", "rollout", "on_publish"),
     [
@@ -214,7 +228,7 @@ def on_ray(**pool: Any) -> dict[str, Any]:
         (
             {"controller": {**apart(), "roles": {"policy": "train"}}},
             ConfigError,
-            r"no role works in controller\.pools\.generate",
+            r"pools\.generate has no work: name it in controller\.roles",
         ),
         ({"controller": apart(), "rollout": {**VLLM, "replicas": 2}}, ConfigError, r"pools\.generate\.ranks"),
         ({"controller": TOGETHER, "rollout": {"weights": {"staged": False}}}, ConfigError, "staged=false"),

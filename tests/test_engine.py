@@ -34,7 +34,8 @@ from treadle.engines.torch import model as models
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.gradient import accumulate, scan
-from treadle.engines.torch.model import load_model, load_tokenizer, save_pretrained
+from treadle.engines.torch.model import load_model, load_tokenizer
+from treadle.engines.torch.writing import write_model
 from treadle.errors import ModelError, RunError, TrainingError
 from treadle.handles import Loss, Objective, Outputs, Term
 
@@ -386,16 +387,16 @@ def test_damaged_and_foreign_checkpoints_are_named(tiny_model: Path, tmp_path: P
 def test_export_is_what_a_saved_directory_loads(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
     engine = engine_of(tiny_model, dtype)
     engine.step(make_batch(LENGTHS), ppo())
-    save_pretrained(engine.model, tmp_path, load_tokenizer(str(tiny_model)))
-    again = load_model(str(tmp_path), dtype)
+    write_model(engine.export(), tmp_path / "saved", str(tiny_model))
+    again = load_model(str(tmp_path / "saved"), dtype)
     exported = dict(engine.export())
     assert same(exported, {n: p.detach() for n, p in again.named_parameters()})
     assert again.lm_head.weight is again.model.embed_tokens.weight
     batch = make_batch(LENGTHS)
     other = TorchEngine(again, engine.config, total_steps=1, trainable=False)
     assert torch.equal(logprobs(engine, batch)[batch.mask_T], logprobs(other, batch)[batch.mask_T])
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
-    assert load_tokenizer(str(tmp_path)).chat_template
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == dtype
+    assert load_tokenizer(str(tmp_path / "saved")).chat_template
 
 
 def test_offload_and_onload_change_nothing(tiny_model: Path) -> None:

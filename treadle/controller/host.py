@@ -8,7 +8,6 @@ ever. Coroutine methods run beside them.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import pickle
 import platform
 import socket
@@ -37,7 +36,6 @@ class Seat:
     ranks: int
     address: str  # by which other machines reach this one
     device: LocalDevice
-    neighbours: Mapping[str, Any]  # workers of other roles in this process
     threads: int | None
 
 
@@ -99,12 +97,9 @@ class Host:
         return await self._device.run(partial(_answer, enter), _FIRST)
 
     async def build(self, role: str, factory: Factory) -> Failure | None:
-        """Make the worker of a role. A factory that is a coroutine function runs beside the device's thread."""
-        seat = Seat(self.rank, self.ranks, self.address, self._device, self._workers, self._threads)
-        if inspect.iscoroutinefunction(factory):
-            made = await _guarded(factory(seat))
-        else:
-            made = await self._device.run(partial(_answer, partial(self._made, factory, seat)), _FIRST)
+        """Make the worker of a role, on the device's thread."""
+        seat = Seat(self.rank, self.ranks, self.address, self._device, self._threads)
+        made = await self._device.run(partial(_answer, partial(self._made, factory, seat)), _FIRST)
         if isinstance(made, Failure):
             return made
         self._workers[role] = made

@@ -52,8 +52,9 @@ class Saver:
     @staticmethod
     async def _written(writing: Sequence[TrainedHandle], whole: ExitStack) -> None:
         with whole:
-            for model in writing:
-                await model.saved()
+            for outcome in await asyncio.gather(*(model.saved() for model in writing), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
 
 
 async def restore(system: System, collector: Collector) -> Position:

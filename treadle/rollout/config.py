@@ -19,3 +19,8 @@ class RolloutConfig(Config):
     )
     start_timeout: float = key("seconds that an engine may take to start", default=600.0, gt=0, le=86400)
     weights: WeightsConfig = key("how weights travel to the engines", default=WeightsConfig)
+
+    @property
+    def engines(self) -> int:
+        """How many one process starts."""
+        return 1

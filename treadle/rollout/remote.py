@@ -50,17 +50,26 @@ class Serving:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked = -1  # the last number
+        self._dropped: set[int] = set()  # before they were asked: calls may overtake each other
         self._heard: list[Heard] = []
         self._count = 0  # heard so far
         self._news = asyncio.Event()
 
     def submit(self, asked: Sequence[Asked]) -> None:
         for one in asked:
-            self._tasks[one.number] = asyncio.ensure_future(self._stream(one))
+            self._asked = one.number
+            if one.number in self._dropped:
+                self._dropped.remove(one.number)
+                continue
+            task = self._tasks[one.number] = asyncio.ensure_future(self._stream(one))
+            task.add_done_callback(lambda _, number=one.number: self._tasks.pop(number))
 
     async def drop(self, number: int) -> None:
         """End a request; returns when the replica is rid of it."""
-        if (task := self._tasks.get(number)) is not None:
+        if number > self._asked:
+            self._dropped.add(number)
+        elif (task := self._tasks.get(number)) is not None:
             task.cancel()
             await asyncio.wait([task])
 
@@ -103,8 +112,6 @@ class Serving:
             self._tell(Heard(one.number, None, RolloutError(f"sample '{one.request.id}': {error!r}")))
         else:
             self._tell(Heard(one.number, None))
-        finally:
-            self._tasks.pop(one.number, None)
 
     def _tell(self, heard: Heard) -> None:
         self._heard.append(heard)

@@ -20,7 +20,7 @@ from treadle.runs.files import PARTIAL, reading, write_aside, writing
 HEADER = "# Resolved configuration of a treadle run.\n"
 """First line of `config.yaml`: by it a run is told from a directory that merely has such a file."""
 
-FREE_KEYS = frozenset({"steps", "run.*", "controller.*", "trainer.shard_ranks", "trainer.cpu_offload"})
+FREE_KEYS = frozenset({"steps", "run.*", "controller.*", "*trainer.shard_ranks", "*trainer.cpu_offload"})
 """Keys (shell patterns) that may differ when a run is continued."""
 
 

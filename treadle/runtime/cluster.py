@@ -1,6 +1,6 @@
 """Back end `ray`: the roles in pools of processes, this one holds none of the weights.
 
-What is made in those processes is made by the functions below `Factories`; they travel there by name.
+What is made in those processes is made by the functions at the end of this file, which travel there by name.
 """
 
 from __future__ import annotations
@@ -80,9 +80,6 @@ async def cluster_parts(
         stack.push_async_callback(_closed, groups["policy"])
         answered = PROBE if _in_process(config) else SHORT_PROBE
 
-        async def write(path: Path) -> None:
-            await groups["policy"].write(path.absolute(), config.model)
-
         yield Parts(
             frame=frame,
             ends=end_tokens(shapes["policy"], frame.tokenizer),
@@ -92,7 +89,7 @@ async def cluster_parts(
             ),
             observers=groups,
             learners={role: groups[role] for role in algorithm.trains},
-            export=partial(whole, write),
+            export=partial(whole, lambda path: groups["policy"].write(path.absolute(), config.model)),
             speed=None,
         )
 
@@ -107,7 +104,7 @@ async def _closed(policy: Any) -> None:
 async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: Any) -> ClusterPool:
     """A replica on each rank of its pool."""
     pool = config.controller.pool_of("rollout")
-    make: Any = partial(_embedded if _in_process(config) else _apart, config, frame.context)
+    make: Any = partial(_embedded, config) if _in_process(config) else partial(_apart, config, frame.context)
     ranks = config.controller.pool(pool).ranks
     handles = await backend.singles("rollout", pool, RolloutWorker, [make] * ranks)
     capacity, processes = engine_class("rollout", config.rollout.name).size(config.rollout)
@@ -147,17 +144,12 @@ def _models(config: RLConfig, algorithm: Algorithm) -> dict[Role, str]:
 
 
 def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
-    """The pools in which these roles work; raises `ConfigError` for a pool without work, and a role without place."""
+    """The pools in which these roles work, those of roles that this run lacks left out. Raises `ConfigError` for what
+    does not go together there."""
     controller = config.controller
-    used = {controller.pool_of(role) for role in roles}
-    if idle := [name for name in controller.pools if name not in used]:
+    if config.rollout.engines != 1:
         raise ConfigError(
-            f"no role works in controller.pools.{idle[0]}: name it in controller.roles, or leave it out; this run has "
-            f"the roles {', '.join(roles)}"
-        )
-    if (replicas := config.rollout.model_dump().get("replicas", 1)) != 1:
-        raise ConfigError(
-            f"rollout.replicas={replicas}: on a cluster each rank of its pool is one; set "
+            f"rollout.replicas={config.rollout.engines}: on a cluster each rank of its pool is one; set "
             f"controller.pools.{controller.pool_of('rollout')}.ranks"
         )
     if controller.pool(controller.pool_of("rollout")).offload:
@@ -170,10 +162,9 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
             "rollout.weights.staged=false: policy and rollout work in one process by turns, and neither could wait for "
             "the other; leave it true, or give them pools of their own"
         )
-    names = [*controller.pools] or ["all"]
     return {
         name: (pool := controller.pool(name)).model_copy(update={"threads": pool.threads or config.threads})
-        for name in names
+        for name in dict.fromkeys(map(controller.pool_of, roles))
     }
 
 
@@ -247,7 +238,7 @@ def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **o
     return engine(load_sharded(model, trainer.dtype, mesh), trainer, mesh=mesh, **options)
 
 
-def _embedded(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
+def _embedded(config: RLConfig, seat: Seat) -> RolloutWorker:
     """An engine in this very process, which shares its device with whoever else works here."""
     from treadle.engines.torch.model import checkpoint_tensors, load_model, load_tokenizer
     from treadle.rollout.embedded.replica import EmbeddedReplica
@@ -263,8 +254,7 @@ def _apart(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
     """An engine in processes that this one starts."""
     from treadle.engines.torch.model import find
 
-    given = config.rollout.model_dump().get("threads") or seat.threads
-    rollout = config.rollout.model_copy(update={"threads": given})
-    make = engine_class("rollout", rollout.name).replica
-    model, dtype = find(config.model), config.trainer.dtype
-    return RolloutWorker(lambda name: make(name, model, rollout, dtype=dtype, context=context))
+    make = engine_class("rollout", config.rollout.name).replica
+    options = {"dtype": config.trainer.dtype, "context": context, "threads": seat.threads}
+    model = find(config.model)
+    return RolloutWorker(lambda name: make(name, model, config.rollout, **options))

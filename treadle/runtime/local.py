@@ -26,7 +26,7 @@ async def local_parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import check_vocabulary, end_tokens, find, load_model, save_pretrained
+    from treadle.engines.torch.model import check_vocabulary, end_tokens, find, load_model
 
     async with AsyncExitStack() as stack:
         generation = engine_class("rollout", config.rollout.name)
@@ -80,9 +80,6 @@ async def local_parts(
             publish = ShippingPublisher(groups["policy"], rollout, prober, config.on_publish)
         stack.push_async_callback(rollout.close)
 
-        async def write(path: Path) -> None:
-            await device.run(partial(save_pretrained, policy, path, frame.tokenizer))
-
         yield Parts(
             frame=frame,
             ends=end_tokens(policy, frame.tokenizer),
@@ -90,7 +87,7 @@ async def local_parts(
             publish=publish,
             observers=groups,
             learners={role: groups[role] for role in algorithm.trains},
-            export=partial(whole, write),
+            export=partial(whole, lambda path: groups["policy"].write(path, config.model)),
             speed=speed,
         )
 

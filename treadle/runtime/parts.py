@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -95,7 +94,7 @@ async def make_frame(config: RLConfig, reward: RewardFunction | None, stack: Asy
 async def whole(write: Callable[[Path], Any], path: Path) -> None:
     """Write a directory aside, by a coroutine function, and put it in its place when it is whole."""
     aside = path.with_name(path.name + ".partial")
-    await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     try:
         await write(aside)
         if path.exists():

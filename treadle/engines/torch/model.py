@@ -170,12 +170,6 @@ def checkpoint_tensors(
             yield from revert_weight_conversion(model, told).items()
 
 
-def save_pretrained(model: Any, path: Path, tokenizer: Any) -> None:
-    """Write a Hugging Face directory: weights in compute dtype (tied ones once), configuration, tokenizer."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
 def find(path: str) -> str:
     """The local directory of a model: itself, or the hub's files, downloaded unless already here.
 

@@ -53,6 +53,10 @@ class Config(RolloutConfig):
     restarts: int = key("engines that are started in place of dead ones, in the whole run", default=3, ge=0, le=1 << 20)
     engine_args: dict[str, Any] = key("anything else for vLLM's engine, by its own names; vLLM checks them", default={})
 
+    @property
+    def engines(self) -> int:
+        return self.replicas
+
     @model_validator(mode="after")
     def _not_ours(self) -> Config:
         for name in self.engine_args:

@@ -76,8 +76,9 @@ class VllmEngine(Pool):
         return pool
 
     @staticmethod
-    def replica(name: str, model: str, config: Config, *, dtype: str, context: int) -> VllmReplica:
-        """One engine, for a pool that is kept in another process. Its log stays."""
+    def replica(name: str, model: str, config: Config, *, dtype: str, context: int, threads: int | None) -> VllmReplica:
+        """One engine, for a pool that is kept in another process. Its log stays. `threads`: where its own say none."""
+        config = config.model_copy(update={"threads": config.threads or threads})
         return VllmReplica(name, Launch(model, dtype, context, config, _logs() / "vllm.log", EXTENSION))
 
     @staticmethod
