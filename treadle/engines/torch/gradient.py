@@ -55,7 +55,8 @@ def accumulate(network: Network, batch: Batch, objective: Objective, budget: int
         chosen = batch.expanded(compact).replace(counts=left)
 
     total, parts, ran, processed = 0.0, [], [], 0
-    for rows in passes(network, [r for r in plan(batch, budget) if chosen.select(r).mask_T.any()]):
+    trained_N = chosen.trained_N
+    for rows in passes(network, [r for r in plan(batch, budget) if trained_N[r].any()]):
         seen, trained = batch.select(rows), chosen.select(rows)
         layout = network.layout(seen)
         outputs = network.outputs(seen, objective.needs, layout)
