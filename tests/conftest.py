@@ -6,12 +6,15 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from treadle.config import environment
+
+if TYPE_CHECKING:
+    from tests.spmd import Ranks
 
 ROOT = Path(__file__).parent.parent
 settings.register_profile(
@@ -37,9 +40,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes for SPMD tests, started when one first needs them; other modules see none of them."""
+    from tests.spmd import Ranks
+
+    four = Ranks(4)
+    yield four
+    four.close()
+
+
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    """One Ray for all tests, with more cores than there are: back ends find it and leave it running."""
+    """One Ray for a module, with more cores than there are: back ends find it and leave it running. Its threads work in
+    this process, and tests elsewhere measure what this process works."""
     import ray
 
     with environment.changed({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):

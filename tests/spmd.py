@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import multiprocessing
 import shutil
@@ -128,7 +127,3 @@ def _serve(rank: int, link: Connection, home: str) -> None:
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
         link.send_bytes(cloudpickle.dumps(answer))
-
-
-RANKS = Ranks(4)  # of all tests: they are started once, and end with the tests' process
-atexit.register(RANKS.close)

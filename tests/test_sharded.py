@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.engine_help import ppo, value_regression
-from tests.spmd import RANKS, Failed, Ranks
+from tests.spmd import Failed, Ranks
 from tests.test_invariance import keep_likely, ragged
 from treadle.batch import Batch
 from treadle.data.packing import plan
@@ -121,11 +121,6 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(
             ours[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-@pytest.fixture
-def ranks() -> Ranks:
-    return RANKS
 
 
 # ---------------------------------------------------------------------- training

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine_help import ppo
-from tests.spmd import RANKS, Ranks
+from tests.spmd import Ranks
 from tests.test_invariance import ragged
 from tests.test_sharded import (
     ARCHITECTURES,
@@ -36,11 +36,6 @@ from treadle.errors import ModelError, RunError
 
 __all__ = ["architectures"]
 KEYS: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.01, "max_skipped_steps": 9}
-
-
-@pytest.fixture
-def ranks() -> Ranks:
-    return RANKS
 
 
 def trained(engine: TorchEngine) -> Optimizer:

@@ -201,7 +201,7 @@ def fits(pools: Mapping[str, PoolConfig], nodes: Sequence[Mapping[str, float]]) 
         for rank in range(pool.ranks):
             room = next((n for n in free if all(n.get(k, 0) + 1e-6 >= v for k, v in bundle.items())), None)
             if room is None:
-                has = " · ".join(_list(node) for node in nodes) or "no node"
+                has = " · ".join(sorted(map(_list, nodes))) or "no node"
                 raise ConfigError(
                     f"controller.pools.{name}: there is room for {rank} of its {pool.ranks} ranks of {_list(bundle)} "
                     f"beside the pools before it; the cluster has {has}. Take fewer ranks, shares of a core "
