@@ -56,8 +56,8 @@ test-long: $(VLLM) models/smollm2  ## learning curves and chaos
 curves: $(INSTALLED) models/smollm2  ## learning curves of the quickstart over 3 seeds, into docs/images
 	$(BIN)/python -m benchmarks.learning examples/quickstart.yaml 0 1 2
 
-native: $(INSTALLED)  ## compile the kernels that decode faster on this processor (half a minute; needs g++ or clang++)
-	@$(BIN)/python -m treadle.rollout.embedded.native.library
+native: $(INSTALLED)  ## compile the kernels that decode and train faster on this processor (half a minute; needs g++ or clang++)
+	@$(BIN)/python -m treadle.native.library
 
 bench: $(INSTALLED) models/smollm2 native  ## decoding and training against Hugging Face and the bare matrix products (20 minutes)
 	$(BIN)/python -m benchmarks.decoding

@@ -32,9 +32,9 @@ from torch import nn
 
 from treadle.attention import install
 from treadle.controller.device import LocalDevice
+from treadle.native import library
 from treadle.rollout.embedded.config import Config
 from treadle.rollout.embedded.engine import EmbeddedEngine
-from treadle.rollout.embedded.native import library
 from treadle.types import SamplingParams, TokenRequest, noise_key
 
 GROUP = 8

@@ -61,3 +61,21 @@ def ray_cluster() -> Iterator[None]:
         ray.init(num_cpus=8, object_store_memory=1 << 30, **quiet)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def native_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="module")
+def native(native_directory: Path) -> Iterator[None]:
+    """The native library of the checkout, or one of this session: whether it was built changes no other module."""
+    from treadle.native import library
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not library.built():
+            patch.setattr(library, "_DIRECTORY", native_directory)
+            library.build()
+        library.load()
+        yield

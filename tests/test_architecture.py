@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[set[str]] = [
     {"types", "batch", "handles", "errors", "metrics"},
     {"config"},
-    {"algorithms", "rewards", "environments", "data", "weights", "attention"},
+    {"algorithms", "rewards", "environments", "data", "weights", "attention", "native"},
     {"controller", "engines", "rollout", "runs", "contract"},
     {"workers", "agents"},
     {"recipes"},

@@ -18,33 +18,23 @@ from torch import Tensor, nn
 from benchmarks.decoding import main
 from tests.test_embedded import Turns, ask, assert_same, build, hooked, run, scored, tokens, until, weights
 from treadle.errors import ConfigError
+from treadle.native import library
 from treadle.rollout.embedded import plain
 from treadle.rollout.embedded.cache import Row, Shelves, Slot
 from treadle.rollout.embedded.choice import choose
 from treadle.rollout.embedded.config import Config
 from treadle.rollout.embedded.engine import EmbeddedEngine
 from treadle.rollout.embedded.kernels import Kernels, Rotation
-from treadle.rollout.embedded.native import library
-from treadle.rollout.embedded.native.ops import NativeKernels
+from treadle.rollout.embedded.native import NativeKernels
 from treadle.rollout.embedded.plain import PlainKernels
 from treadle.rollout.embedded.plans import PromptPlan, Span
 from treadle.rollout.embedded.sampling import sample, uniforms
 from treadle.types import Completion, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("native")
 TYPES = [torch.float32, torch.bfloat16]
 KERNELS = ["torch", "native"]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The library of the checkout, or one of this session: whether it was built changes no other test."""
-    if not library.built():
-        directory = tmp_path_factory.mktemp("native")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "_DIRECTORY", directory)
-            library.build()
-            library.load()
 
 
 @pytest.fixture(params=KERNELS)
@@ -142,7 +132,7 @@ def test_rotation(size: int, normed: bool, turned: bool) -> None:
 def test_the_types_that_fast_bfloat16_products_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a processor has them, activations are bfloat16 and products go to oneDNN."""
     monkeypatch.setattr(plain, "fast_products", lambda _: True)
-    monkeypatch.setattr("treadle.rollout.embedded.native.ops.fast_products", lambda _: True)
+    monkeypatch.setattr("treadle.rollout.embedded.native.fast_products", lambda _: True)
     for kernels in (NativeKernels(torch.bfloat16), PlainKernels(torch.bfloat16, CPU)):
         assert (kernels.activation, kernels.copies_weights) == (torch.bfloat16, True)
     model = build("Qwen3", head_dim=32).bfloat16()

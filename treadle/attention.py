@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 NAME = "treadle"
+ROTARY_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
+"""`model_type` of models with RMS norms before attention and before a SiLU-gated MLP, and rotary positions, for which
+there are passes of our own."""
 
 
 class AttentionPlan(Protocol):

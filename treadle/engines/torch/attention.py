@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +25,30 @@ _FILLED = 0.75  # of a bucket's longest segment that its shortest has, at least
 class TreeAttention:
     """The `AttentionPlan` of a layout."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, fused: bool = False) -> None:
+        """`fused`: layers that can take the way of `fused.py` do."""
+        self.fused = fused
         self.longest = max(layout.lengths)
         self.lengths = layout.lengths
         self.place_T = layout.place_T.to(device)
+        self.trees = layout.trees
         segments = [s for tree in layout.trees for s in (tree.trunk, *tree.branches) if len(s)]
         self.buckets = [_Bucket.of(segments, device) for segments in _by_length(segments)]
         self.forks = [tree for tree in layout.trees if tree.branches and len(tree.crown)]
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """Each segment's first position and the one after its last, then the same of the trunk before it (or nothing),
+        family by family; [segments, 4], on the CPU."""
+        found = []
+        for tree in self.trees:
+            trunk, begin = tree.trunk, tree.trunk.start
+            found += [
+                (s.start, s.stop, *((begin, begin) if s is trunk else (begin, trunk.stop)))
+                for s in (trunk, *tree.branches)
+                if len(s)
+            ]
+        return torch.tensor(found)
 
     def __call__(self, _: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [1, H, S, D] and k, v [1, K, S, D], rotated; the result [1, H, S, D]."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from treadle.data.packing import plan
 from treadle.engines.torch import checkpoint
+from treadle.engines.torch.fused import fuse
 from treadle.engines.torch.gradient import accumulate, number, scan
 from treadle.engines.torch.mesh import is_first, together
 from treadle.engines.torch.model import checkpoint_tensors
@@ -79,6 +80,7 @@ class TorchEngine:
             wrong = "cpu_offload=true" if config.cpu_offload else f"shard_ranks={config.shard_ranks}"
             raise ConfigError(f"trainer.{wrong} needs sharded weights, but this engine is alone; leave it out")
         self.device = self.network.device
+        self.network.fused = fuse(self.network)
         self.network.prove()
         part(self.network.root)
         self._writer = ThreadPoolExecutor(1)  # one: ranks write in the same order

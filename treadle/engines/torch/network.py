@@ -54,6 +54,7 @@ class Network:
     """Batches live on the CPU; a pass takes their tokens to the model's device and brings per-token numbers back."""
 
     mesh: DeviceMesh | None = None  # over which the weights are spread (sharding.py)
+    fused = False  # whether layers take the way of fused.py
 
     def __init__(self, model: Any, head: Head, chunk: int, recompute: bool) -> None:
         """`recompute`: forget the activations of every decoder layer and make them again in the backward pass."""
@@ -168,7 +169,7 @@ class Network:
                 inputs_embeds=self.model.get_input_embeddings()(token_1S).to(self.accurate),
                 position_ids=layout.position_S[None].to(self.device),
                 use_cache=False,
-                plan=TreeAttention(layout, self.device),
+                plan=TreeAttention(layout, self.device, self.fused),
             ).last_hidden_state[0]
 
     def _value(self, hidden_ME: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from treadle.errors import ConfigError
+from treadle.native import library
 from treadle.rollout.embedded.kernels import Kernels
-from treadle.rollout.embedded.native import library
-from treadle.rollout.embedded.native.ops import TYPES, NativeKernels
+from treadle.rollout.embedded.native import TYPES, NativeKernels
 from treadle.rollout.embedded.plain import PlainKernels
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from treadle.attention import ROTARY_FAMILY
 from treadle.rollout.embedded.graphs import Replay
 from treadle.rollout.embedded.kernels import Kernels, Projection, Rotation
 from treadle.rollout.embedded.plans import Plan
-
-FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
-"""`model_type` of models with RMS norms before attention and before a SiLU-gated MLP, and rotary positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Decoder:
     def knows(model: Any) -> bool:
         """Whether the model is one of those that this file was written for."""
         config = model.config
-        return config.model_type in FAMILY and config.hidden_act == "silu"
+        return config.model_type in ROTARY_FAMILY and config.hidden_act == "silu"
 
     def refresh(self) -> None:
         """The weights have changed: what was made of them is made again, by the next pass."""

@@ -7,121 +7,11 @@
 // Axes: R rows · E hidden size · N outputs of a matrix · H query heads · K key/value heads · G = H / K · D head size ·
 // C capacity of a slot · V vocabulary.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
+#pragma once
 
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <utility>
-#include <vector>
+#include "vectors.h"
 
 namespace {
-
-using at::BFloat16;
-using at::Tensor;
-
-// ---------------------------------------------------------------------------------------------------- vectors
-
-#if defined(__AVX512F__)
-constexpr int LANES = 16, TILE = 6;  // 6 × 4 sums, 4 weights and 1 activation fill the 32 registers
-#else
-constexpr int LANES = 8, TILE = 2;
-#endif
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef float Four __attribute__((vector_size(16)));
-typedef int32_t Int __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
-
-template <class To, class From>
-inline To same_bits(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-inline Vec widen(Half half) { return same_bits<Vec>(__builtin_convertvector(half, Bits) << 16); }
-
-inline Half narrow(Vec value) {  // to the nearest, ties to even; a NaN stays one
-  Bits bits = same_bits<Bits>(value);
-  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  Bits kept = value == value ? rounded : Bits{} + 0x7fc0;
-  return __builtin_convertvector(kept, Half);
-}
-
-inline Vec load(const float* from) {
-  Vec value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-inline Vec load(const BFloat16* from) {
-  Half half;
-  std::memcpy(&half, from, sizeof half);
-  return widen(half);
-}
-
-template <class T>
-inline Vec load(const T* from, int64_t count, float beyond = 0) {
-  if (count >= LANES) [[likely]] return load(from);
-  Vec value = Vec{} + beyond;
-  for (int64_t i = 0; i < count; i++) value[i] = static_cast<float>(from[i]);
-  return value;
-}
-
-template <class T, class V>
-inline void store_lanes(T* to, V value, int64_t count) {
-  if (count >= LANES) [[likely]]
-    std::memcpy(static_cast<void*>(to), &value, sizeof value);
-  else
-    std::memcpy(static_cast<void*>(to), &value, count * sizeof(T));
-}
-
-inline void store(float* to, Vec value, int64_t count) { store_lanes(to, value, count); }
-
-inline void store(BFloat16* to, Vec value, int64_t count) { store_lanes(to, narrow(value), count); }
-
-inline Vec larger(Vec a, Vec b) { return a < b ? b : a; }
-
-inline Vec exponential(Vec x) {  // to two units in the last place, for x ≤ 88; 0 below -87; a NaN stays one
-  auto tiny = x < -87.0f;
-  x = tiny ? Vec{} : x;
-  Vec whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  Vec rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
-  Vec sum = Vec{} + 1.0f / 720;
-  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + factor;
-  Vec power = same_bits<Vec>((__builtin_convertvector(whole, Int) + 127) << 23);
-  return tiny ? Vec{} : sum * power;
-}
-
-// Sums of W neighbours: the blocks of W lanes of `a` and `b`, added in pairs, in turn.
-template <int W, size_t... I>
-inline Vec paired(Vec a, Vec b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, ((I / W % 2 ? LANES : 0) + I / W / 2 * 2 * W + I % W)...) +
-         __builtin_shufflevector(a, b, ((I / W % 2 ? LANES : 0) + I / W / 2 * 2 * W + W + I % W)...);
-}
-
-template <int W>
-inline Vec paired(Vec a, Vec b) {
-  return paired<W>(a, b, std::make_index_sequence<LANES>());
-}
-
-template <int W>
-inline Vec folded(Vec v) {  // every lane holds the sum of its block of 2 W lanes
-  if constexpr (W == 0) return v;
-  else return folded<W / 2>(paired<W>(v, v));
-}
-
-inline float sum(Vec v) { return folded<LANES / 2>(v)[0]; }
-
-inline float largest(Vec v) {
-  float most = v[0];
-  for (int i = 1; i < LANES; i++) most = std::max(most, v[i]);
-  return most;
-}
 
 // ---------------------------------------------------------------------------------------------------- dot products
 
@@ -199,77 +89,6 @@ void dots(int64_t count, const float* a, int64_t stride_a, const B* b, int64_t r
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- types
-
-#define FOR_TYPE(tensor, T, ...)                                                            \
-  if ((tensor).scalar_type() == at::kFloat) {                                               \
-    using T = float;                                                                        \
-    __VA_ARGS__                                                                             \
-  } else {                                                                                  \
-    TORCH_CHECK((tensor).scalar_type() == at::kBFloat16, "float32 or bfloat16, not ", (tensor).scalar_type()); \
-    using T = BFloat16;                                                                     \
-    __VA_ARGS__                                                                             \
-  }
-
-int64_t grain(int64_t cost) {  // items that are worth another thread
-  return std::max<int64_t>(1, 30000 / std::max<int64_t>(1, cost));
-}
-
-// ---------------------------------------------------------------------------------------------------- matrix products
-
-struct Block {
-  const void* weight;
-  const void* bias;
-  int64_t rows, column;
-};
-
-constexpr int64_t BLOCK = 16;  // rows of a matrix that stay in a near cache while all activations pass; a line of output
-
-template <class W>
-void products(const std::vector<Block>& blocks, const float* x, int64_t count, int64_t size, float* out, int64_t width) {
-  at::parallel_for(0, blocks.size(), grain(BLOCK * size * count / LANES), [&](int64_t begin, int64_t end) {
-    bool widened = !std::is_same_v<W, float> && count > TILE;
-    std::vector<float> wide(widened ? BLOCK * size : 0), found(count * BLOCK);
-    for (int64_t i = begin; i < end; i++) {
-      const Block& block = blocks[i];
-      const W* weight = static_cast<const W*>(block.weight);
-      float* to = out + block.column;
-      if (widened) {
-        for (int64_t k = 0; k < block.rows * size; k += LANES)
-          store(wide.data() + k, load(weight + k, block.rows * size - k), block.rows * size - k);
-        dots(count, x, size, wide.data(), block.rows, size, found.data(), BLOCK);
-      } else {
-        dots(count, x, size, weight, block.rows, size, found.data(), BLOCK);
-      }
-      const W* bias = static_cast<const W*>(block.bias);
-      for (int64_t r = 0; r < count; r++)  // whole lines: the rows of `out` often compete for the same places in a cache
-        for (int64_t n = 0; n < block.rows; n++)
-          to[r * width + n] = found[r * BLOCK + n] + (bias == nullptr ? 0.0f : static_cast<float>(bias[n]));
-    }
-  });
-}
-
-// x [R, E] float times each weight [N_i, E], and its bias if there are biases: [R, Σ N_i] float.
-Tensor linear(const Tensor& x, at::TensorList weights, at::TensorList biases) {
-  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kFloat && x.dim() == 2, "x must be a float32 matrix");
-  int64_t size = x.size(1), width = 0;
-  std::vector<Block> blocks;
-  for (size_t i = 0; i < weights.size(); i++) {
-    const Tensor& weight = weights[i];
-    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 2 && weight.size(1) == size, "weights must be [N, E]");
-    TORCH_CHECK(weight.scalar_type() == weights[0].scalar_type(), "weights of one type");
-    const char* at = static_cast<const char*>(weight.const_data_ptr());
-    const char* bias = biases.empty() ? nullptr : static_cast<const char*>(biases[i].const_data_ptr());
-    for (int64_t n = 0; n < weight.size(0); n += BLOCK)
-      blocks.push_back({at + n * size * weight.element_size(), bias ? bias + n * weight.element_size() : nullptr,
-                        std::min(BLOCK, weight.size(0) - n), width + n});
-    width += weight.size(0);
-  }
-  Tensor out = at::empty({x.size(0), width}, x.options());
-  FOR_TYPE(weights[0], W, products<W>(blocks, x.const_data_ptr<float>(), x.size(0), size, out.data_ptr<float>(), width);)
-  return out;
-}
-
 // ---------------------------------------------------------------------------------------------------- norms, rotation
 
 template <class W>
@@ -284,6 +103,7 @@ inline float inverse_rms(const W* x, int64_t size, double eps) {
 
 // x [R, E] float becomes x + delta; returns its root-mean-square norm times `weight` (Zhang, Sennrich 2019), in `like`.
 Tensor add_norm(Tensor x, const std::optional<Tensor>& delta, const Tensor& weight, double eps, at::ScalarType like) {
+  TORCH_CHECK(x.is_contiguous() && (!delta || delta->is_contiguous()), "rows must be contiguous");
   int64_t rows = x.size(0), size = x.size(1);
   Tensor out = at::empty({rows, size}, x.options().dtype(like));
   float* stream = x.data_ptr<float>();
@@ -331,6 +151,7 @@ inline void rotate_head(T* head, const W* norm, double eps, const float* cosine,
 void rotate(Tensor qkv, int64_t heads, int64_t keys, const std::optional<Tensor>& q_norm,
             const std::optional<Tensor>& k_norm, double eps, const std::optional<Tensor>& cosine,
             const std::optional<Tensor>& sine) {
+  TORCH_CHECK(qkv.is_contiguous(), "qkv must be contiguous");
   int64_t rows = qkv.size(0), width = qkv.size(1), size = width / (heads + 2 * keys);
   const float* cos = cosine ? cosine->const_data_ptr<float>() : nullptr;
   const float* sin = sine ? sine->const_data_ptr<float>() : nullptr;
@@ -349,6 +170,7 @@ void rotate(Tensor qkv, int64_t heads, int64_t keys, const std::optional<Tensor>
 
 // gate_up [R, 2 N] to SiLU(gate) · up [R, N] (Shazeer 2020).
 Tensor silu_mul(const Tensor& gate_up) {
+  TORCH_CHECK(gate_up.is_contiguous(), "gate_up must be contiguous");
   int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2;
   Tensor out = at::empty({rows, size}, gate_up.options());
   FOR_TYPE(gate_up, T, {
@@ -391,8 +213,8 @@ void weighted_of(int64_t count, const float* weight, int64_t stride, const C* va
     all[std::min<int64_t>(TILE, count - m) - 1](weight + m * stride, stride, value, tokens, size, out + m * size);
 }
 
-// Scores to weights: softmax over `count`; the lanes beyond are not read again.
-inline void softmax(float* score, int64_t count) {
+// Scores to weights: softmax over `count`. Returns the logarithm of the normaliser.
+inline float softmax(float* score, int64_t count) {
   Vec most = Vec{} - std::numeric_limits<float>::infinity();
   for (int64_t t = 0; t < count; t += LANES) most = larger(most, load(score + t, count - t, score[0]));
   float peak = largest(most);
@@ -404,6 +226,7 @@ inline void softmax(float* score, int64_t count) {
   }
   float factor = 1.0f / sum(total);
   for (int64_t t = 0; t < count; t += LANES) store(score + t, load(score + t, count - t) * factor, count - t);
+  return peak - std::log(factor);
 }
 
 // Ask for the beginning of a stretch of memory; what follows comes by itself.
@@ -544,17 +367,3 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& temperatur
 }
 
 }  // namespace
-
-TORCH_LIBRARY(treadle, library) {
-  library.def("linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", linear);
-  library.def("add_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, ScalarType like) -> Tensor", add_norm);
-  library.def(
-      "rotate(Tensor(a!) qkv, int heads, int keys, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cosine, "
-      "Tensor? sine) -> ()",
-      rotate);
-  library.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul);
-  library.def(
-      "attend(Tensor q, Tensor k, Tensor v, Tensor[] keys, Tensor[] values, Tensor place, float scale) -> Tensor",
-      attend);
-  library.def("sample(Tensor logits, Tensor temperature, Tensor uniform) -> (Tensor, Tensor)", sample);
-}

@@ -1,6 +1,6 @@
 """The native library: compiled once (`make native`), then found by what it was compiled from and for.
 
-python -m treadle.rollout.embedded.native.library
+python -m treadle.native.library
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from treadle.errors import ConfigError
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADERS = sorted(_SOURCE.parent.glob("*.h"))
 _DIRECTORY = Path(__file__).with_name("build")
 _FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
 
@@ -30,7 +31,8 @@ def path() -> Path:
         if cpu.exists()
         else ""
     )
-    made_of = "\n".join([_SOURCE.read_text(), *_FLAGS, torch.__version__, platform.machine(), able])
+    read = [path.read_text() for path in (_SOURCE, *_HEADERS)]
+    made_of = "\n".join([*read, *_FLAGS, torch.__version__, platform.machine(), able])
     return _DIRECTORY / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treadle.native import library
 from treadle.rollout.embedded.cache import Row
 from treadle.rollout.embedded.kernels import Projection, Rotation
-from treadle.rollout.embedded.native import library
 from treadle.rollout.embedded.plain import fast_products, packed
 from treadle.rollout.embedded.plans import Plan
 from treadle.rollout.embedded.sampling import sample
