@@ -136,8 +136,9 @@ def counted() -> Iterator[dict[str, int]]:
     select, gather, share = Batch.select, Batch.gather, RayLink.share
 
     def selecting(self: Batch, rows: Any) -> Batch:
-        part = select(self, rows)
-        found["select"] += size_of(part)
+        part, whole = select(self, rows), {t.untyped_storage().data_ptr() for t in tensors(self).values()}
+        copies = [t for t in tensors(part).values() if t.untyped_storage().data_ptr() not in whole]
+        found["select"] += sum(t.nbytes for t in copies)
         return part
 
     def gathering(self: Batch, rows: Any, results: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batches import annotated, assert_same, batches, flat, quick
+from tests.engine_help import make_batch
 from treadle.batch import Batch, shared_prefix
 from treadle.controller.sharding import split
 from treadle.handles import Learned
@@ -87,6 +88,17 @@ def test_families_stay_together_where_that_is_fair() -> None:
     assert parted <= 26
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_of_many_rows_ranks_get_stretches(ranks: int) -> None:
+    random = np.random.default_rng(0)
+    units = [Unit([i], float(c), i // 4) for i, c in enumerate(np.exp(random.normal(6.0, 0.5, 1024 * ranks)))]
+    shares = split(units, ranks)
+    assert list(itertools.chain(*shares)) == list(range(len(units)))
+    assert all(share[0] % 4 == 0 for share in shares)
+    found = loads(units, shares)
+    assert max(found) / min(found) - 1 <= 0.02
+
+
 def test_fewer_units_than_ranks_leave_some_ranks_empty() -> None:
     shares = split([Unit([0, 1], 5.0, 0), Unit([2], 1.0, 1)], 4)
     assert sorted(shares) == [[], [], [0, 1], [2]]
@@ -94,6 +106,16 @@ def test_fewer_units_than_ranks_leave_some_ranks_empty() -> None:
 
 
 # ---------------------------------------------------------------------- Batch
+
+
+def test_a_stretch_of_a_batch_is_taken_without_a_copy() -> None:
+    batch = make_batch([(3, 4), (2, 2), (1, 5), (4, 1)])
+    part = batch.select([1, 2])
+    assert part.token_T.tolist() == batch.token_T[7:17].tolist()
+    assert part.token_T.untyped_storage().data_ptr() == batch.token_T.untyped_storage().data_ptr()
+    assert part.token_T.is_contiguous()
+    apart = batch.select([0, 2])
+    assert apart.token_T.untyped_storage().data_ptr() != batch.token_T.untyped_storage().data_ptr()
 
 
 @quick

@@ -388,6 +388,8 @@ def _taking(batch: Batch, rows_M: Tensor) -> Callable[[Tensor], Tensor]:
     import torch
 
     runs = _runs(batch, rows_M)
+    if len(runs) == 1:
+        return lambda x: x[runs[0].start : runs[0].end]  # where it lies
     if _long(runs):
         return lambda x: torch.cat([x[r.start : r.end] for r in runs])
     take_T = _tokens_of(batch, rows_M)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from treadle.types import Unit
@@ -43,12 +44,17 @@ def split(units: Sequence[Unit], ranks: int) -> list[list[int]]:
 
 
 def _spread(units: Sequence[Unit], ranks: int) -> list[list[int]]:
-    """Whole families go, the dearest first, to the rank that has least. Then units move or change places between the
-    dearest and the cheapest rank as long as that brings them nearer."""
+    """Stretches of the order that there is, where they are even enough: those are taken without a copy.
+
+    Else whole families go, the dearest first, to the rank that has least. Then units move or change places between the
+    dearest and the cheapest rank as long as that brings them nearer.
+    """
     cost = [unit.cost for unit in units]
     families: dict[int, list[int]] = {}
     for i, unit in enumerate(units):
         families.setdefault(unit.family, []).append(i)
+    if (stretches := _in_a_row([[units[i] for i in members] for members in families.values()], ranks)) is not None:
+        return stretches
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for members in sorted(families.values(), key=lambda members: -sum(cost[i] for i in members)):
@@ -65,6 +71,18 @@ def _spread(units: Sequence[Unit], ranks: int) -> list[list[int]]:
         for rank in (most, least):
             loads[rank] = sum(cost[i] for i in shares[rank])
     return [[row for i in share for row in units[i].rows] for share in shares]
+
+
+def _in_a_row(families: Sequence[Sequence[Unit]], ranks: int) -> list[list[int]] | None:
+    """Rows of as many stretches of whole families, unless their costs lie too far apart."""
+    until = list(accumulate((sum(unit.cost for unit in members) for members in families), initial=0.0))
+    ideal = [until[-1] * rank / ranks for rank in range(ranks + 1)]
+    cuts = [min((at := bisect_left(until, goal)), at - 1, key=lambda i: abs(until[i] - goal)) for goal in ideal[1:-1]]
+    cuts = [0, *cuts, len(families)]
+    mean = until[-1] / ranks
+    if not all(abs(until[b] - until[a] - mean) < SPREAD * mean for a, b in pairwise(cuts)):
+        return None
+    return [[row for members in families[a:b] for unit in members for row in unit.rows] for a, b in pairwise(cuts)]
 
 
 def _nearer(most: list[int], least: list[int], gap: float, cost: Sequence[float]) -> bool:
