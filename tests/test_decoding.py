@@ -408,8 +408,9 @@ def test_packed_weights_never_outlive_a_load(kernels: str, shared: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["Granite", "Qwen3Moe"])
-def test_other_models_go_through_their_own_modules(name: str, kernels: str) -> None:
-    model = build(name)
+@pytest.mark.parametrize("keys", [1, 2])
+def test_other_models_go_through_their_own_modules(name: str, keys: int, kernels: str) -> None:
+    model = build(name, num_key_value_heads=keys)
     own = own_engine(hooked(model), kernels)
     requests = crowd()
     for request, completion in zip(

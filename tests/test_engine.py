@@ -34,7 +34,7 @@ from treadle.engines.torch import model as models
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.gradient import accumulate, scan
-from treadle.engines.torch.model import load_model, load_tokenizer
+from treadle.engines.torch.model import checkpoint_tensors, load_model, load_tokenizer, places
 from treadle.engines.torch.writing import write_model
 from treadle.errors import ModelError, RunError, TrainingError
 from treadle.handles import Loss, Objective, Outputs, Term
@@ -397,6 +397,35 @@ def test_export_is_what_a_saved_directory_loads(tiny_model: Path, tmp_path: Path
     assert torch.equal(logprobs(engine, batch)[batch.mask_T], logprobs(other, batch)[batch.mask_T])
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == dtype
     assert load_tokenizer(str(tmp_path / "saved")).chat_template
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_is_written_to_a_checkpoints_places_is_loaded(name: str) -> None:
+    config, changes = ARCHITECTURES[name]
+    source, target = random_model(config, **changes), random_model(config, **changes)
+    with torch.no_grad():
+        for p in target.parameters():
+            p.zero_()
+    sent, there = dict(checkpoint_tensors(source)), places(target)
+    assert sent.keys() == there.keys()
+    for tensor_name, tensor in sent.items():
+        there[tensor_name].copy_(tensor)
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "scatter",
+    [lambda x: x.flip(-1), lambda x: x.reshape(-1)[torch.randperm(x.numel())], lambda x: x[:1].expand(2, *x.shape[1:])],
+)
+def test_a_checkpoint_that_has_no_places_is_refused(monkeypatch: pytest.MonkeyPatch, scatter: Any) -> None:
+    def revert(_: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{name}.0": scatter(tensor) if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr("treadle.engines.torch.model.revert_weight_conversion", revert)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM holds '.*\.0' of its checkpoint scattered"):
+        places(random_model(LlamaConfig))
 
 
 def test_offload_and_onload_change_nothing(tiny_model: Path) -> None:

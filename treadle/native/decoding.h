@@ -245,7 +245,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList 
               const Tensor& place, double scale) {
   int64_t rows = q.size(0), heads = q.size(1), size = q.size(2), groups = k.size(1), share = heads / groups;
   TORCH_CHECK(place.is_contiguous() && place.scalar_type() == at::kLong && place.size(1) == PLACE, "place [R, 6]");
-  for (const Tensor& x : {q, k, v}) TORCH_CHECK(x.stride(2) == 1 && x.stride(1) == size, "heads must be contiguous");
+  for (const Tensor& x : {q, k, v}) TORCH_CHECK(x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) == size), "heads must lie end to end");
   Tensor out = at::empty({rows, heads * size}, q.options());
   const int64_t* places = place.const_data_ptr<int64_t>();
   int64_t longest = 0;

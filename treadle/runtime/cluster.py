@@ -52,7 +52,7 @@ async def cluster_parts(
     """Build everything, cheap things first, and close it in reverse."""
     from treadle.controller.ray import RayBackend
     from treadle.engines.speed import cost_of
-    from treadle.engines.torch.model import check_vocabulary, end_tokens
+    from treadle.engines.torch.model import check_vocabulary, end_tokens, places
     from treadle.engines.torch.writing import skeleton
 
     async with AsyncExitStack() as stack:
@@ -64,7 +64,7 @@ async def cluster_parts(
         for role, shape in shapes.items():
             check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
         if _in_process(config):
-            _loads_by_name(shapes["policy"])
+            places(shapes["policy"])  # an error shows before anything starts
         backend = await RayBackend.open(config.controller, pools)
         stack.push_async_callback(backend.close)
         _reachable(config, backend.reports)
@@ -168,19 +168,6 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
     }
 
 
-def _loads_by_name(shape: Any) -> None:
-    """Raises `ConfigError` for a model that the embedded engine cannot take from another process, where weights go by
-    the names of a checkpoint: one that holds its experts stacked."""
-    from treadle.engines.torch.model import checkpoint_tensors, own_tensors
-
-    sent, own = ({name for name, _ in tensors(shape)} for tensors in (checkpoint_tensors, own_tensors))
-    if sent != own:
-        raise ConfigError(
-            f"rollout.name=embedded takes no {type(shape).__name__} from another process: it holds '{min(own - sent)}' "
-            "otherwise than a checkpoint does; use rollout.name=vllm, or controller.backend=local"
-        )
-
-
 def _reachable(config: RLConfig, reports: Mapping[str, list[Report]]) -> None:
     """Raises `ConfigError` where weights would have to leave a machine by its own memory."""
     policy = reports[config.controller.pool_of("policy")][0].host
@@ -240,12 +227,12 @@ def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **o
 
 def _embedded(config: RLConfig, seat: Seat) -> RolloutWorker:
     """An engine in this very process, which shares its device with whoever else works here."""
-    from treadle.engines.torch.model import checkpoint_tensors, load_model, load_tokenizer
+    from treadle.engines.torch.model import checkpoint_tensors, load_model, load_tokenizer, places
     from treadle.rollout.embedded.replica import EmbeddedReplica
 
     model = load_model(config.model, config.trainer.dtype)
     engine = engine_class("rollout", config.rollout.name)(
-        model, load_tokenizer(config.model), config.rollout, seat.device, owns_weights=True
+        model, load_tokenizer(config.model), config.rollout, seat.device, owns_weights=True, places=places(model)
     )
     return RolloutWorker(lambda name: EmbeddedReplica(name, engine, seat.device, lambda: checkpoint_tensors(model)))
 

@@ -170,6 +170,45 @@ def checkpoint_tensors(
             yield from revert_weight_conversion(model, told).items()
 
 
+def places(model: Any) -> dict[str, Tensor]:
+    """Where each tensor of a checkpoint lies in the model: what is written to it is loaded, though the model may hold
+    it as a part of another, as experts are stacked. Raises `ModelError` for one that has no place of its own."""
+    found: dict[str, Tensor] = {}
+    for _, layer in itertools.groupby(own_tensors(model), key=lambda named: _layer(named[0])):
+        own = dict(layer)
+        told = revert_weight_conversion(model, own)
+        if told.keys() == own.keys():
+            found |= own
+            continue
+        numbered, count = {}, 0  # elements have numbers in the place of values: these tell where each one went
+        for name, tensor in own.items():
+            numbered[name] = torch.arange(count, count + tensor.numel()).view(tensor.shape)
+            count += tensor.numel()
+        for name, number in revert_weight_conversion(model, numbered).items():
+            holder = next(n for n, held in numbered.items() if held.min() <= number.min() <= held.max())
+            view = _view(number, numbered[holder])
+            if view is None or not own[holder].is_contiguous():
+                raise ModelError(
+                    f"{type(model).__name__} holds '{name}' of its checkpoint scattered in '{holder}', so it cannot be "
+                    "loaded in place; use rollout.name=vllm, or controller.backend=local"
+                )
+            found[name] = own[holder].as_strided(*view)
+    return found
+
+
+def _view(number: Tensor, held: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Shape, strides and offset of the view of `held` that is `number`, if there is one."""
+    offset = int(number.flatten()[0] - held.flatten()[0])
+    steps = (
+        int(number.select(i, 1).flatten()[0] - number.flatten()[0]) if n > 1 else 1 for i, n in enumerate(number.shape)
+    )
+    view = (tuple(number.shape), tuple(steps), offset)
+    ends = number.flatten()[[0, -1]]
+    if min(view[1], default=1) < 1 or not held.min() <= ends[0] <= ends[1] <= held.max():
+        return None
+    return view if torch.equal(held.as_strided(*view), number) else None
+
+
 def find(path: str) -> str:
     """The local directory of a model: itself, or the hub's files, downloaded unless already here.
 

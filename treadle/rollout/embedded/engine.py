@@ -58,13 +58,21 @@ class EmbeddedEngine:
         return CAPACITY, 1
 
     def __init__(
-        self, model: Any, tokenizer: Decoder | None, config: Config, device: Device, *, owns_weights: bool
+        self,
+        model: Any,
+        tokenizer: Decoder | None,
+        config: Config,
+        device: Device,
+        *,
+        owns_weights: bool,
+        places: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`places`: where new weights go, by name, if they are not sent by the model's own names."""
         self._runner = Runner(model, choose(config.kernels, model))
         self._decoder = tokenizer  # for stop strings only
         self._max_rows = config.max_sequences
         self._device = device
-        self._owns_weights = owns_weights
+        self._owns_weights, self._places = owns_weights, places
         self._version = 0
         self._waiting: list[Generation] = []  # in order of rank
         self._rows: list[Generation] = []  # they have a place in the cache
@@ -290,7 +298,7 @@ class EmbeddedEngine:
 
     async def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            await self._device.run(partial(self._runner.load, weights), _LOAD_PRIORITY)
+            await self._device.run(partial(self._runner.load, weights, self._places), _LOAD_PRIORITY)
         except BaseException as error:
             self._half_loaded = True
             self._fail(error if isinstance(error, Exception) else WeightSyncError("a load was cancelled half way"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -257,9 +257,11 @@ class Runner:
 
     # ------------------------------------------------------------------ weights
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor into its place, in the names of `model.state_dict()`; tied ones may come once or twice."""
-        own = self.model.state_dict(keep_vars=True)  # keep_vars: tied names give one and the same object
+    def load(self, weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Tensor] | None = None) -> None:
+        """Copy every tensor into its place; tied ones may come once or twice. `places`: by the names that are sent, if
+        not those of `model.state_dict()`."""
+        # keep_vars: tied names give one and the same object
+        own: dict[str, Tensor] = dict(places) if places is not None else self.model.state_dict(keep_vars=True)
         missing = {id(tensor): name for name, tensor in reversed(own.items())}
         with torch.no_grad():
             for name, tensor in weights:
