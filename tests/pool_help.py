@@ -345,6 +345,9 @@ class Far:
     async def sleep(self) -> None:
         await self._there(self.fake.sleep)
 
+    async def arrive(self) -> None:
+        await asyncio.sleep(self.fake.world.way or 0.0)
+
     async def wake(self) -> None:
         await self._there(self.fake.wake)
 

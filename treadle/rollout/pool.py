@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from treadle.errors import ReplicaLost, RolloutError, WeightSyncError
@@ -91,11 +91,10 @@ class Pool:
         assert weights.version == version
         async with self._publishing:
             self._usable()
-            if self._asleep:
-                raise WeightSyncError(f"version {version}: the rollout engines sleep; wake them before they load")
             targets = [m for m in self._living() if m.replica.receivers[0] in weights.address.receivers]
             await self._receive(targets, weights)
-            return await self._swap(targets, weights, on_publish)
+            async with self._awake(version):
+                return await self._swap(targets, weights, on_publish)
 
     async def pause(self) -> None:
         """Stop between two tokens; requests, keys and values are kept."""
@@ -109,19 +108,11 @@ class Pool:
     async def sleep(self) -> None:
         """Free the devices' memory. What is in flight keeps its tokens and, like new requests, waits for `wake`."""
         async with self._publishing:
-            if not self._asleep:
-                self._asleep = True
-                await self._halt(self._living(), keep_cache=False)
-                await self._each(self._living(), lambda m: m.replica.sleep(), "sleep")
+            await self._sleep()
 
     async def wake(self) -> None:
         async with self._publishing:
-            if self._asleep:
-                await self._each(self._living(), lambda m: m.replica.wake(), "wake")
-                self._asleep = False
-                await self._go()
-                for member in self._living():
-                    self._own(self._joined(member))
+            await self._wake()
 
     def stats(self) -> Mapping[str, float]:
         """waiting: requests that no replica serves yet · tokens: sampled so far · version · fenced: replicas that died
@@ -204,9 +195,10 @@ class Pool:
             if not members or self._asleep or shipment.version != self._version:
                 raise MovedOn(f"nobody needs version {shipment.version} of the weights any more")
             await self._receive(members, shipment)
-            found = await self._install(members, shipment, keep_cache=False)
-            if not self._held():
-                await self._each(found, lambda m: m.replica.resume(), "resume")
+            async with self._awake(shipment.version):
+                found = await self._install(members, shipment, keep_cache=False)
+                if not self._held():
+                    await self._each(found, lambda m: m.replica.resume(), "resume")
             for member in found:
                 if member.state != "gone":
                     member.state, member.seen = "unproved", _now()
@@ -485,6 +477,28 @@ class Pool:
             self._gate = "open"
             self._admit()
             raise
+
+    @asynccontextmanager
+    async def _awake(self, version: int) -> AsyncIterator[None]:
+        """The time in which they load: they must not sleep."""
+        self._usable()
+        if self._asleep:
+            raise WeightSyncError(f"version {version}: the rollout engines sleep; wake them before they load")
+        yield
+
+    async def _sleep(self) -> None:
+        if not self._asleep:
+            self._asleep = True
+            await self._halt(self._living(), keep_cache=False)
+            await self._each(self._living(), lambda m: m.replica.sleep(), "sleep")
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            await self._each(self._living(), lambda m: m.replica.wake(), "wake")
+            self._asleep = False
+            await self._go()
+            for member in self._living():
+                self._own(self._joined(member))
 
     async def _halt(self, members: list[Member], keep_cache: bool) -> None:
         """Stop between two tokens. What they sent before arrives before this returns: it gets its version by that."""

@@ -140,14 +140,20 @@ class EmbeddedEngine:
         self._start()
 
     async def sleep(self) -> None:
-        """Free the caches. What is in flight keeps its tokens and, like new requests, waits for `wake`."""
-        self._asleep = True
+        """Free the caches, and take weights of its own to the host's memory. What is in flight keeps its tokens and,
+        like new requests, waits for `wake`."""
         async with self._turn:
+            self._asleep = True
             self._preempt()
             self._runner.forget()
+            if self._owns_weights:
+                await self._device.run(self._runner.offload, _LOAD_PRIORITY)
 
     async def wake(self) -> None:
-        self._asleep = False
+        async with self._turn:
+            if self._asleep and self._owns_weights:
+                await self._device.run(self._runner.onload, _LOAD_PRIORITY)
+            self._asleep = False
         self._start()
 
     def stats(self) -> Mapping[str, float]:

@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
+        self._device = model.device
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context = _context(model)
         self.prefixes: dict[PrefixKey, Prefix] = {}
@@ -285,6 +286,16 @@ class Runner:
         """The model's weights have changed."""
         if self.decoder is not None:
             self.decoder.refresh()
+
+    def offload(self) -> None:
+        """Take the model to the host's memory. Where it is there already nothing moves."""
+        self.refresh()
+        self.model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # others, in other processes, count on it
+
+    def onload(self) -> None:
+        self.model.to(self._device)
 
 
 def _context(model: Any) -> int:
