@@ -19,6 +19,7 @@ from treadle.errors import WorkerError
 
 Side = Literal["training", "generation"]
 Move = Callable[[], Awaitable[None]]
+_MOMENT = 1e-3  # seconds for which nobody waits
 
 
 class Turns:
@@ -33,6 +34,7 @@ class Turns:
         self._requests = 0  # that generation has not answered
         self._idle = 0.0  # since when training has had nothing to do
         self._took = 0.0  # seconds of the last hand-over
+        self._gates: dict[Side, asyncio.Event] = {"training": asyncio.Event(), "generation": asyncio.Event()}
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -48,7 +50,7 @@ class Turns:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        self._changed.set()
+        self._let_go()
 
     @asynccontextmanager
     async def compute(self) -> AsyncIterator[None]:
@@ -90,40 +92,50 @@ class Turns:
         while self._task is not None and self._side != side:
             if self._error is not None:
                 raise WorkerError(f"the devices were not handed over: {self._error}") from self._error
-            await self._news()
+            await self._gates[side].wait()
 
     async def _run(self, sleep: Move, wake: Move, failed: Callable[[Exception], None]) -> None:
         try:
             while True:
-                if self._side == "generation" and self._computing and not self._loading:
-                    await self._hand_over(sleep, "training")
-                elif self._side == "training" and not self._computing and self._patience() <= 0:
+                if self._side == "generation":
+                    if self._computing and not self._loading:
+                        await self._hand_over(sleep, "training")
+                    else:
+                        await self._news()
+                elif (left := self._patience()) is not None and left < _MOMENT:
                     await self._hand_over(wake, "generation")
                 else:
-                    await self._news(self._patience() if self._requests and not self._computing else None)
+                    await self._news(left)
         except Exception as error:  # whatever it is: neither side can go on
             self._error = error
-            self._changed.set()
+            self._let_go()
             failed(error)
 
-    def _patience(self) -> float:
-        """Seconds until generation should wake, if training asks for nothing before.
+    def _patience(self) -> float | None:
+        """Seconds until generation should wake, if nothing changes before; None: it should not.
 
         A step is a row of calls with short pauses. A load is its last part, and comes when training is done. Requests
         alone say nothing of that (above a staleness of 0 there always are some): they wait as long as a hand-over
         takes, so that a pause costs at most twice the least, whatever its length (the ski rental problem).
         """
-        if self._loading:
-            return 0.0
-        return self._idle + self._took - _now() if self._requests else float("inf")
+        if self._computing or not (self._loading or self._requests):
+            return None
+        return 0.0 if self._loading else self._idle + self._took - _now()
 
     async def _hand_over(self, move: Move, side: Side) -> None:
+        for gate in self._gates.values():
+            gate.clear()
         self._side, began = None, _now()
         await move()
         self._took = _now() - began
         self.count, self.seconds = self.count + 1, self.seconds + self._took
         self._side = side
-        self._changed.set()
+        self._gates[side].set()
+
+    def _let_go(self) -> None:
+        """Whoever waits looks again."""
+        for gate in self._gates.values():
+            gate.set()
 
     async def _news(self, limit: float | None = None) -> None:
         """Until something changed, or so many seconds."""

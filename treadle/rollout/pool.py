@@ -288,6 +288,7 @@ class Pool:
             await within(member.replica.close(), self._limits.timeout)
         except Exception as error:  # it is given up all the same
             logger.warning("rollout engine %s did not end: %r", member.replica.name, error)
+        member.ended.set()
 
     async def _watch(self) -> None:
         """Fence replicas that have work and give no sign of life."""
@@ -491,6 +492,8 @@ class Pool:
             self._asleep = True
             await self._halt(self._living(), keep_cache=False)
             await self._each(self._living(), lambda m: m.replica.sleep(), "sleep")
+            for member in [m for m in self._members.values() if m.state == "gone"]:
+                await member.ended.wait()  # until then it may have memory
 
     async def _wake(self) -> None:
         if self._asleep:
