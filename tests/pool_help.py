@@ -66,7 +66,7 @@ class World:
     totals: dict[int, set[int]] = field(default_factory=dict)  # noise → tokens that were asked of it
     sent: dict[int, asyncio.Event] = field(default_factory=dict)  # shipments, by session
     prepare: Callable[[Fake], None] = lambda fake: None
-    arrive: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)  # until others have left the engines' devices
+    arrive: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)  # until others have left the engines' devices
     versions: dict[int, int] = field(default_factory=dict)  # of the shipments, by session
 
     def launch(self, name: str) -> Replica:

@@ -1,4 +1,4 @@
-"""Rollout engines that keep a diary of what uses their rank's devices, training included; and that fail when told to."""
+"""Rollout engines that keep a diary of what uses their rank's devices, training included, and fail when told to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.rollout.embedded.config import Config as EmbeddedConfig
 from treadle.rollout.embedded.engine import EmbeddedEngine
 from treadle.rollout.embedded.runner import Runner
+from treadle.rollout.replicas import Piece
 from treadle.rollout.vllm.config import Config as VllmConfig
 from treadle.rollout.vllm.engine import VllmEngine
 from treadle.rollout.vllm.launch import Launch
 from treadle.rollout.vllm.replica import VllmReplica
+from treadle.types import TokenRequest
 
 COMPUTES = ("quantities", "values", "step", "export", "save", "load")
 
@@ -110,6 +112,11 @@ class _Replica(VllmReplica):
     async def wake(self) -> None:
         self.diary.note("wake", self)
         await super().wake()
+
+    async def stream(self, request: TokenRequest, seed: int) -> AsyncIterator[Piece]:
+        async for piece in super().stream(request, seed):
+            self.diary.note("generate", self)
+            yield piece
 
     async def load(self, version: int) -> Any:
         self.diary.note("generate", self)

@@ -434,7 +434,8 @@ class Pool:
             await shipment.verify(member.replica.name, loaded.manifests)
         left = {m: loaded for m, loaded in found.items() if m.state != "gone"}  # some may have died since
         if not left:
-            raise ReplicaLost(f"version {version}: no rollout engine took it. The last one: {self._last_error}")
+            told = f"version {version}: no rollout engine took it. The last one: {self._last_error}"
+            raise ReplicaLost(told) from self._last_error
         return left
 
     async def _swap(self, targets: list[Member], shipment: Shipment, on_publish: OnPublish) -> Mapping[str, float]:
@@ -566,7 +567,9 @@ class Pool:
 
     def _none_left(self) -> RolloutError:
         died = f"rollout.restarts={self._limits.restarts} are used up. The last one: {self._last_error}"
-        return RolloutError(f"no rollout engine is left: {died if self._last_error else 'all were removed'}")
+        error = RolloutError(f"no rollout engine is left: {died if self._last_error else 'all were removed'}")
+        error.__cause__ = self._last_error
+        return error
 
     def _own(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
