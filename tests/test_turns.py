@@ -28,11 +28,13 @@ from tests.pool_help import (
     request,
     samples,
 )
+from treadle.controller.host import Failure, Host
 from treadle.controller.turns import Turns
 from treadle.errors import WeightSyncError, WorkerError
 from treadle.handles import OnPublish
 from treadle.runtime.cluster import ClusterPool
 from treadle.types import Completion
+from treadle.workers.rollout import RolloutWorker
 
 
 @dataclass
@@ -182,6 +184,58 @@ def test_close_in_mid_turn_leaves_nobody_waiting(at: float) -> None:
             call.exception()
 
     staged(main)
+
+
+# ---------------------------------------------------------------------- in the process of a rank
+
+
+class Role:
+    """A worker that says what it does."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def offload(self) -> None:
+        self.told.append(f"{self.name} leaves")
+
+    def onload(self) -> None:
+        self.told.append(f"{self.name} comes")
+
+    def step(self) -> None:
+        self.told.append(f"{self.name} computes")
+
+
+def test_a_rank_has_one_role_on_its_devices_and_refuses_training_beside_an_engine_that_is_awake() -> None:
+    """Whatever the controller asks for: the last line of defence."""
+    told: list[str] = []
+
+    async def main() -> None:
+        host = Host(0, 1, 1, offload=True)
+        for name in ("policy", "critic"):
+            await host.build(name, lambda seat, name=name: Role(name, told))
+        await host.build("rollout", lambda seat: RolloutWorker(lambda name: Fake(name, World(command=0.0))))
+        assert told == ["policy leaves", "critic leaves"]
+        await host.call(None, "rollout", "start", "0-1")
+        refused = await host.call(0, "policy", "step")
+        assert isinstance(refused, Failure)
+        assert "the rollout engine is awake on the devices that training asks for" in str(refused.known())
+        await host.call(None, "rollout", "sleep")
+        told.clear()
+        await host.call(1, "policy", "step")
+        await asyncio.gather(
+            *(host.call(n, *what) for n, what in ((2, ("critic", "step")), (3, ("rollout", "arrive"))))
+        )
+        assert told == [
+            *("policy comes", "policy computes", "policy leaves"),
+            *("critic comes", "critic computes", "critic leaves"),
+        ]
+        await host.call(None, "rollout", "wake")
+        assert isinstance(await host.call(4, "critic", "step"), Failure)
+        await host.call(None, "rollout", "end")  # an engine that is no more is in nobody's way
+        assert await host.call(5, "critic", "step") is None
+        await host.close()
+
+    asyncio.run(main())
 
 
 # ---------------------------------------------------------------------- with a pool of engines
