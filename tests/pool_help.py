@@ -66,6 +66,7 @@ class World:
     totals: dict[int, set[int]] = field(default_factory=dict)  # noise → tokens that were asked of it
     sent: dict[int, asyncio.Event] = field(default_factory=dict)  # shipments, by session
     prepare: Callable[[Fake], None] = lambda fake: None
+    arrive: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)  # until others have left the engines' devices
     versions: dict[int, int] = field(default_factory=dict)  # of the shipments, by session
 
     def launch(self, name: str) -> Replica:
@@ -345,6 +346,9 @@ class Far:
     async def sleep(self) -> None:
         await self._there(self.fake.sleep)
 
+    async def arrive(self) -> None:
+        await self._there(self.fake.world.arrive)
+
     async def wake(self) -> None:
         await self._there(self.fake.wake)
 
@@ -464,7 +468,13 @@ Main = Callable[[Scene], Coroutine[Any, Any, T]]
 
 
 def play(
-    main: Main[T], world: World | None = None, *, replicas: int = 2, restarts: int = 3, version: int | None = 0
+    main: Main[T],
+    world: World | None = None,
+    *,
+    replicas: int = 2,
+    restarts: int = 3,
+    version: int | None = 0,
+    kind: Callable[..., Pool] = Pool,
 ) -> T:
     """Run a program on an open pool that holds a version (None: no weights yet), and see that nothing is left of it."""
     there = world or World()
@@ -473,7 +483,7 @@ def play(
         complaints: list[Mapping[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         limits = Limits(replicas, VOCABULARY, CONTEXT, TIMEOUT, start_timeout=50.0, restarts=restarts)
-        pool = Pool(there.launch, limits, None)
+        pool = kind(there.launch, limits, None)
         scene = Scene(there, pool, Publisher(there, pool))
         try:
             async with asyncio.timeout(FOREVER):

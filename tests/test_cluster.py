@@ -223,7 +223,6 @@ def on_ray(**pool: Any) -> dict[str, Any]:
     [
         ({"controller": apart(2), "trainer": {"shard_ranks": 3}}, ConfigError, "shard_ranks=3 .* allowed: 1, 2"),
         (on_ray(ranks=900), ConfigError, "room for .* of its 900 ranks"),
-        (on_ray(offload=True), ConfigError, r"offload=true: .* a pool of its own"),
         (on_ray(gpus=1), ConfigError, "GPU: 1.*the cluster has"),
         (
             {"controller": {**apart(), "roles": {"policy": "train"}}},
@@ -236,7 +235,7 @@ def on_ray(**pool: Any) -> dict[str, Any]:
         ({"controller": {"backend": "ray", "address": "127.0.0.1:1"}}, ConfigError, "nothing answers there"),
         ({"controller": TOGETHER, "model": "/nowhere"}, ModelError, "no model directory"),
     ],
-    ids=["shards", "ranks", "offload", "gpus", "idle", "replicas", "staged", "local", "address", "model"],
+    ids=["shards", "ranks", "gpus", "idle", "replicas", "staged", "local", "address", "model"],
 )
 def test_what_cannot_be_is_named_before_training(
     more: dict[str, Any], kind: type[Exception], message: str, tiny_model: Path, tmp_path: Path, request: Any

@@ -41,6 +41,7 @@ async def two_parts(trajectory: Trajectory) -> Reward:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_what_runs_write_is_defined_and_what_is_defined_is_written(tiny_model: Path, tmp_path: Path) -> None:
     data = {"chat": False}
     small = {"samples": 2}
@@ -55,6 +56,7 @@ def test_what_runs_write_is_defined_and_what_is_defined_is_written(tiny_model: P
             "algorithm": {"name": "rloo", "group_size": 4, "correction": {"weight": "token"}},
         },
         "engines": {"rollout": {"name": "vllm", "weights": {"delta": True}}},
+        "turns": {"controller": {"backend": "ray", "pools": {"all": {"cpus": 0.5, "offload": True}}}},
     }.items():
         config = run_settings(tmp_path, tiny_model, steps=2, run={"dir": str(tmp_path / name)}, **change)
         held_out = config["data"]["train"] if name == "grpo" else None

@@ -18,7 +18,7 @@ from treadle.config import load
 from treadle.errors import ConfigError, ModelError, RolloutError, TreadleError
 from treadle.rollout.vllm.config import Config
 from treadle.rollout.vllm.engine import VllmEngine
-from treadle.rollout.vllm.launch import check_installed
+from treadle.rollout.vllm.launch import Launch, check_installed
 from treadle.rollout.vllm.replica import _engines
 
 
@@ -39,6 +39,16 @@ def refusal(kind: type[TreadleError], model: Path, **config: Any) -> str:
     assert _engines() == []
     assert "\n" not in str(raised.value)
     return str(raised.value)
+
+
+@pytest.mark.parametrize(("gpu", "sleeps"), [(False, False), (False, True), (True, False), (True, True)])
+def test_memory_is_given_back_only_where_vllm_was_started_for_it(
+    gpu: bool, sleeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU there is none to give back, and vLLM refuses to be asked."""
+    monkeypatch.setattr("treadle.rollout.vllm.launch.on_cpu", lambda: not gpu)
+    launch = Launch("model", "float32", 512, load(Config, None, base={"name": "vllm"}), tmp_path, sleeps=sleeps)
+    assert launch.arguments().get("enable_sleep_mode", False) == (gpu and sleeps)
 
 
 @pytest.mark.parametrize(

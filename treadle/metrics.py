@@ -156,6 +156,8 @@ OURS: tuple[Metric, ...] = (
     Metric("rollout/fenced", "engines", "rollout engines given up so far, because they died or hung", "max"),
     Metric("rollout/continued", "requests", "requests that went on elsewhere after that, so far", "max"),
     Metric("rollout/waiting", "requests", "requests that no engine serves yet, at the end of the step", "max"),
+    Metric("rollout/turns", "hand-overs", "times that training and generation handed devices over, so far", "max"),
+    Metric("rollout/turn_seconds", "seconds", "what that took, so far", "max"),
     Metric("rollout/{engine}/queue", "requests", "requests that wait inside an engine, at the end of the step", "max"),
     Metric("rollout/{engine}/running", "requests", "requests that an engine serves, at the end of the step", "max"),
     Metric("rollout/{engine}/tokens_per_second", "tokens/s", "tokens of an engine since the step before", "max"),

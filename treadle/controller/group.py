@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from treadle.errors import WorkerError
 
 STEP: ContextVar[int | None] = ContextVar("treadle_step", default=None)
 """The program's step, for errors to name."""
+Turn = Callable[[], AbstractAsyncContextManager[None]]
 _ASK = 5.0  # seconds that a rank has to say what it is doing
 _OTHERS = 2.0  # seconds in which other ranks may say more about a failure than the first that told of one
 _NAMED = 4  # ranks that a message names one by one
@@ -73,18 +75,29 @@ class Group:
     """
 
     def __init__(
-        self, role: str, worker: type, links: Sequence[Link], *, timeout: float, attention: float = 0.0
+        self,
+        role: str,
+        worker: type,
+        links: Sequence[Link],
+        *,
+        timeout: float,
+        attention: float = 0.0,
+        turn: Turn = nullcontext,
     ) -> None:
         """`timeout`: seconds that a call may take, its wait for other calls on these ranks included. `attention`: see
-        `Shardable.units`."""
+        `Shardable.units`. `turn` is entered over each call that computes."""
         self._role, self._worker, self._links = role, worker, links
-        self._timeout, self._attention = timeout, attention
+        self._timeout, self._attention, self._turn = timeout, attention, turn
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         verb = verb_of(self._worker, name)
         ordered = not inspect.iscoroutinefunction(getattr(self._worker, name))
 
         async def call(*args: Any, **kwargs: Any) -> Any:
+            async with self._turn() if ordered else nullcontext():
+                return await told(*args, **kwargs)
+
+        async def told(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = arguments(self._worker, name, args, kwargs)
             check(self._links)
             where = Where(f"{self._role}.{name}", len(self._links), STEP.get())

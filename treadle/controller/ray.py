@@ -11,7 +11,7 @@ import asyncio
 import socket
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from treadle.config import environment
 from treadle.controller.config import ControllerConfig, PoolConfig
-from treadle.controller.group import Group, Lost, Where, check, together
+from treadle.controller.group import Group, Lost, Turn, Where, check, together
 from treadle.controller.host import Factory, Host, Report, versions
 from treadle.errors import ConfigError, WorkerError
 
@@ -92,11 +92,19 @@ class RayBackend:
             raise
         return backend
 
-    async def group(self, role: str, pool: str, worker: type, factory: Factory, attention: float = 0.0) -> Group:
+    async def group(
+        self,
+        role: str,
+        pool: str,
+        worker: type,
+        factory: Factory,
+        attention: float = 0.0,
+        turn: Turn = nullcontext,
+    ) -> Group:
         """A worker on each rank of a pool, as one group."""
         links = self._pool(pool)
         await self._build(role, links, [factory] * len(links))
-        return Group(role, worker, links, timeout=self._config.timeout, attention=attention)
+        return Group(role, worker, links, timeout=self._config.timeout, attention=attention, turn=turn)
 
     async def singles(self, role: str, pool: str, worker: type, factories: Sequence[Factory]) -> list[Group]:
         """A worker on each rank of a pool, each a group of its own."""

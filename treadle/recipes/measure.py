@@ -41,7 +41,7 @@ class Stopwatch:
         self._progress.stage(stage, 1, 1)
 
 
-_OF_POOLS = ("fenced", "continued", "waiting")
+_OF_POOLS = ("fenced", "continued", "waiting", "turns", "turn_seconds")
 
 
 def measure_rollout(rollout: RolloutHandle) -> Statistics:

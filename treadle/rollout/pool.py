@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from treadle.errors import ReplicaLost, RolloutError, WeightSyncError
@@ -91,11 +91,10 @@ class Pool:
         assert weights.version == version
         async with self._publishing:
             self._usable()
-            if self._asleep:
-                raise WeightSyncError(f"version {version}: the rollout engines sleep; wake them before they load")
             targets = [m for m in self._living() if m.replica.receivers[0] in weights.address.receivers]
             await self._receive(targets, weights)
-            return await self._swap(targets, weights, on_publish)
+            async with self._awake(version):
+                return await self._swap(targets, weights, on_publish)
 
     async def pause(self) -> None:
         """Stop between two tokens; requests, keys and values are kept."""
@@ -109,19 +108,11 @@ class Pool:
     async def sleep(self) -> None:
         """Free the devices' memory. What is in flight keeps its tokens and, like new requests, waits for `wake`."""
         async with self._publishing:
-            if not self._asleep:
-                self._asleep = True
-                await self._halt(self._living(), keep_cache=False)
-                await self._each(self._living(), lambda m: m.replica.sleep(), "sleep")
+            await self._sleep()
 
     async def wake(self) -> None:
         async with self._publishing:
-            if self._asleep:
-                await self._each(self._living(), lambda m: m.replica.wake(), "wake")
-                self._asleep = False
-                await self._go()
-                for member in self._living():
-                    self._own(self._joined(member))
+            await self._wake()
 
     def stats(self) -> Mapping[str, float]:
         """waiting: requests that no replica serves yet · tokens: sampled so far · version · fenced: replicas that died
@@ -204,9 +195,10 @@ class Pool:
             if not members or self._asleep or shipment.version != self._version:
                 raise MovedOn(f"nobody needs version {shipment.version} of the weights any more")
             await self._receive(members, shipment)
-            found = await self._install(members, shipment, keep_cache=False)
-            if not self._held():
-                await self._each(found, lambda m: m.replica.resume(), "resume")
+            async with self._awake(shipment.version):
+                found = await self._install(members, shipment, keep_cache=False)
+                if not self._held():
+                    await self._each(found, lambda m: m.replica.resume(), "resume")
             for member in found:
                 if member.state != "gone":
                     member.state, member.seen = "unproved", _now()
@@ -296,6 +288,7 @@ class Pool:
             await within(member.replica.close(), self._limits.timeout)
         except Exception as error:  # it is given up all the same
             logger.warning("rollout engine %s did not end: %r", member.replica.name, error)
+        member.ended.set()
 
     async def _watch(self) -> None:
         """Fence replicas that have work and give no sign of life."""
@@ -441,7 +434,8 @@ class Pool:
             await shipment.verify(member.replica.name, loaded.manifests)
         left = {m: loaded for m, loaded in found.items() if m.state != "gone"}  # some may have died since
         if not left:
-            raise ReplicaLost(f"version {version}: no rollout engine took it. The last one: {self._last_error}")
+            told = f"version {version}: no rollout engine took it. The last one: {self._last_error}"
+            raise ReplicaLost(told) from self._last_error
         return left
 
     async def _swap(self, targets: list[Member], shipment: Shipment, on_publish: OnPublish) -> Mapping[str, float]:
@@ -485,6 +479,30 @@ class Pool:
             self._gate = "open"
             self._admit()
             raise
+
+    @asynccontextmanager
+    async def _awake(self, version: int) -> AsyncIterator[None]:
+        """The time in which they load: they must not sleep."""
+        self._usable()
+        if self._asleep:
+            raise WeightSyncError(f"version {version}: the rollout engines sleep; wake them before they load")
+        yield
+
+    async def _sleep(self) -> None:
+        if not self._asleep:
+            self._asleep = True
+            await self._halt(self._living(), keep_cache=False)
+            await self._each(self._living(), lambda m: m.replica.sleep(), "sleep")
+            for member in [m for m in self._members.values() if m.state == "gone"]:
+                await member.ended.wait()  # until then it may have memory
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            await self._each(self._living(), lambda m: m.replica.wake(), "wake")
+            self._asleep = False
+            await self._go()
+            for member in self._living():
+                self._own(self._joined(member))
 
     async def _halt(self, members: list[Member], keep_cache: bool) -> None:
         """Stop between two tokens. What they sent before arrives before this returns: it gets its version by that."""
@@ -549,7 +567,9 @@ class Pool:
 
     def _none_left(self) -> RolloutError:
         died = f"rollout.restarts={self._limits.restarts} are used up. The last one: {self._last_error}"
-        return RolloutError(f"no rollout engine is left: {died if self._last_error else 'all were removed'}")
+        error = RolloutError(f"no rollout engine is left: {died if self._last_error else 'all were removed'}")
+        error.__cause__ = self._last_error
+        return error
 
     def _own(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

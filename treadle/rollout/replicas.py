@@ -69,6 +69,7 @@ class Member:
     load: Load = field(init=False)
     served: set[asyncio.Task[None]] = field(default_factory=set)
     seen: float = 0.0  # when it last gave a sign of life
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.load = Load(self.slot, self.replica.capacity)

@@ -6,8 +6,8 @@ What is made in those processes is made by the functions at the end of this file
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from treadle.algorithms.base import Algorithm, Role
 from treadle.controller.config import Place, PoolConfig
 from treadle.controller.host import Report, Seat
+from treadle.controller.turns import Turns
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, WorkerError
 from treadle.handles import RewardFunction
 from treadle.recipes.config import RLConfig
 from treadle.rollout.pool import Pool
 from treadle.rollout.remote import RemoteReplica
-from treadle.rollout.replicas import Limits
+from treadle.rollout.replicas import Limits, Member
 from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
+from treadle.types import Completion, TokenRequest
 from treadle.weights.place import new_place
 from treadle.weights.publish import PROBE, SHORT_PROBE, ShippingPublisher
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
@@ -38,11 +40,39 @@ ATTENTION = 1 / 8192
 
 
 class ClusterPool(Pool):
-    """`handles.RolloutHandle` over engines on a cluster."""
+    """`handles.RolloutHandle` over engines on a cluster, which may share their devices with training."""
 
     weights: WeightsConfig
     place: str
+    turns: Turns
     attempts = 1
+
+    def share(self) -> None:
+        """From here on these devices change hands."""
+        self.turns.open(self._sleep, self._wake, self._gave_up)
+
+    def stats(self) -> Mapping[str, float]:
+        """And how often the devices have changed hands, and the seconds that it took."""
+        turns = {"turns": self.turns.count, "turn_seconds": self.turns.seconds} if self.turns.count else {}
+        return {**super().stats(), **turns}
+
+    async def close(self) -> None:
+        await self.turns.close()
+        await super().close()
+
+    async def _generate(self, request: TokenRequest, only: Member | None) -> Completion:
+        with self.turns.request():
+            return await super()._generate(request, only)
+
+    @asynccontextmanager
+    async def _awake(self, version: int) -> AsyncIterator[None]:
+        async with self.turns.generation(), super()._awake(version):
+            yield
+
+    def _gave_up(self, error: Exception) -> None:
+        """Whoever waits for an answer is told so."""
+        for member in self._living():
+            self._fence(member, error)
 
 
 @asynccontextmanager
@@ -70,14 +100,20 @@ async def cluster_parts(
         _reachable(config, backend.reports)
 
         groups: dict[Role, Any] = {}
+        turns = Turns()
+        sharing = _sharing(config, models)
         for role, (worker, make) in _workers(config, algorithm, training).items():
             cost = cost_of(shapes[role])
             attention = ATTENTION if cost is None else cost.pair / cost.token
             pool = config.controller.pool_of(role)
-            groups[role] = await backend.group(role, pool, worker, make, attention)
-        rollout = await _rollout(config, frame, backend, shapes["policy"])
-        stack.push_async_callback(rollout.close)
+            turn = turns.compute if role in sharing else nullcontext
+            groups[role] = await backend.group(role, pool, worker, make, attention, turn)
+        # Closed behind the engines: a call that computes would wait for its turn, and there is none any more.
         stack.push_async_callback(_closed, groups["policy"])
+        rollout = await _rollout(config, frame, backend, shapes["policy"], turns)
+        stack.push_async_callback(rollout.close)
+        if sharing:
+            rollout.share()
         answered = PROBE if _in_process(config) else SHORT_PROBE
 
         yield Parts(
@@ -101,7 +137,7 @@ async def _closed(policy: Any) -> None:
         await asyncio.wait_for(policy.close(), _CLOSE)
 
 
-async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: Any) -> ClusterPool:
+async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: Any, turns: Turns) -> ClusterPool:
     """A replica on each rank of its pool."""
     pool = config.controller.pool_of("rollout")
     make: Any = partial(_embedded, config) if _in_process(config) else partial(_apart, config, frame.context)
@@ -121,6 +157,7 @@ async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: A
         return RemoteReplica(name, handles[int(name.partition("-")[0])], capacity, processes)  # type: ignore[arg-type]
 
     rollout = ClusterPool(launch, limits, frame.tokenizer)
+    rollout.turns = turns
     rollout.weights, rollout.place = config.rollout.weights, new_place(config.rollout.weights, Path(config.run.dir))
     try:
         await rollout.open()
@@ -152,10 +189,10 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
             f"rollout.replicas={config.rollout.engines}: on a cluster each rank of its pool is one; set "
             f"controller.pools.{controller.pool_of('rollout')}.ranks"
         )
-    if controller.pool(controller.pool_of("rollout")).offload:
+    if _sharing(config, roles) and config.rollout.weights.transport == "cuda_ipc":
         raise ConfigError(
-            f"controller.pools.{controller.pool_of('rollout')}.offload=true: training roles give up memory to each "
-            "other, the rollout engine does not yet; give it a pool of its own, or leave it false"
+            f"rollout.weights.transport=cuda_ipc: the engines of controller.pools.{controller.pool_of('rollout')} "
+            "(offload=true) have left the device when weights come; use shared_memory"
         )
     if controller.pool_of("policy") == controller.pool_of("rollout") and not config.rollout.weights.staged:
         raise ConfigError(
@@ -166,6 +203,13 @@ def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
         name: (pool := controller.pool(name)).model_copy(update={"threads": pool.threads or config.threads})
         for name in dict.fromkeys(map(controller.pool_of, roles))
     }
+
+
+def _sharing(config: RLConfig, roles: Iterable[Place]) -> set[Place]:
+    """Those of these roles that train, or look, on devices which they and the rollout engines use by turns."""
+    controller = config.controller
+    shared = controller.pool_of("rollout")
+    return {r for r in roles if r != "rollout" and controller.pool_of(r) == shared and controller.pool(shared).offload}
 
 
 def _reachable(config: RLConfig, reports: Mapping[str, list[Report]]) -> None:
@@ -232,7 +276,12 @@ def _embedded(config: RLConfig, seat: Seat) -> RolloutWorker:
 
     model = load_model(config.model, config.trainer.dtype)
     engine = engine_class("rollout", config.rollout.name)(
-        model, load_tokenizer(config.model), config.rollout, seat.device, owns_weights=True, places=places(model)
+        model,
+        load_tokenizer(config.model),
+        config.rollout,
+        seat.device,
+        owns_weights=True,
+        places=partial(places, model),
     )
     return RolloutWorker(lambda name: EmbeddedReplica(name, engine, seat.device, lambda: checkpoint_tensors(model)))
 
@@ -242,6 +291,7 @@ def _apart(config: RLConfig, context: int, seat: Seat) -> RolloutWorker:
     from treadle.engines.torch.model import find
 
     make = engine_class("rollout", config.rollout.name).replica
-    options = {"dtype": config.trainer.dtype, "context": context, "threads": seat.threads}
+    shared = config.controller.pool(config.controller.pool_of("rollout")).offload
+    options = {"dtype": config.trainer.dtype, "context": context, "threads": seat.threads, "sleeps": shared}
     model = find(config.model)
     return RolloutWorker(lambda name: make(name, model, config.rollout, **options))

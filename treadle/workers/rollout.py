@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from treadle.controller.verbs import one
+from treadle.errors import RolloutError
 from treadle.rollout.remote import Asked, Heard, Serving
 from treadle.rollout.replicas import Loaded, Replica
 from treadle.weights.digest import Manifest
@@ -12,14 +13,20 @@ from treadle.weights.stream import Address
 
 
 class RolloutWorker:
-    """One replica. It is made when it has its name; its methods run beside what computes in this process."""
+    """One replica. It is made when it has its name; its methods run beside what computes in this process.
+
+    Where it shares devices with training it is one more role that takes turns there (`controller/host.py`), but cannot
+    leave by a call that computes: the controller has it sleep before it asks training for anything.
+    """
 
     def __init__(self, make: Callable[[str], Replica]) -> None:
         self._make = make
         self._serving: Serving | None = None
+        self._awake = False
 
     @one
     async def start(self, name: str) -> None:
+        self._awake = True
         self._serving = Serving(self._make(name))
         await self._serving.replica.start()
 
@@ -58,15 +65,30 @@ class RolloutWorker:
     @one
     async def sleep(self) -> None:
         await self._now.replica.sleep()
+        self._awake = False
+
+    @one
+    def arrive(self) -> None:
+        """As any call that computes does, this waits for what was asked before and has the role that is there leave."""
 
     @one
     async def wake(self) -> None:
+        self._awake = True
         await self._now.replica.wake()
+
+    def offload(self) -> None:
+        """Training comes. Raises `RolloutError` if the engine is not asleep: both would be there at once."""
+        if self._awake:
+            raise RolloutError("the rollout engine is awake on the devices that training asks for")
+
+    def onload(self) -> None:
+        """`wake` does it."""
 
     @one
     async def end(self) -> None:
         if self._serving is not None:
             await self._serving.close()
+        self._awake = False
 
     @property
     def _now(self) -> Serving:

@@ -163,12 +163,10 @@ class TorchEngine:
         optimizer.publish()
 
     def offload(self) -> None:
-        """Take to the CPU what only this engine needs: masters and moments; the model too if it is not trained.
-
-        A trained model's compute weights stay, for a rollout engine may share them, unless they are sharded. Where the
-        device is the CPU, everything is there already and nothing moves.
-        """
+        """Take all to the CPU. Where that is the device everything is there already and nothing moves."""
         self._move(CPU)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # others, in other processes, count on it
 
     def onload(self) -> None:
         """Bring back what `offload` took."""
@@ -190,8 +188,7 @@ class TorchEngine:
     def _move(self, device: torch.device) -> None:
         if self.config.cpu_offload:
             return
-        if self.mesh is not None or self.optimizer is None:
-            self.network.root.to(device)
+        self.network.root.to(device)
         if self.optimizer is not None:
             self.optimizer.move(device)
 

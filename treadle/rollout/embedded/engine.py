@@ -65,9 +65,10 @@ class EmbeddedEngine:
         device: Device,
         *,
         owns_weights: bool,
-        places: Mapping[str, Tensor] | None = None,
+        places: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """`places`: where new weights go, by name, if they are not sent by the model's own names."""
+        """`places`: where new weights go, by name, if they are not sent by the model's own names; asked at each load,
+        as sleeping may have moved them."""
         self._runner = Runner(model, choose(config.kernels, model))
         self._decoder = tokenizer  # for stop strings only
         self._max_rows = config.max_sequences
@@ -148,14 +149,20 @@ class EmbeddedEngine:
         self._start()
 
     async def sleep(self) -> None:
-        """Free the caches. What is in flight keeps its tokens and, like new requests, waits for `wake`."""
-        self._asleep = True
+        """Free the caches, and take weights of its own to the host's memory. What is in flight keeps its tokens and,
+        like new requests, waits for `wake`."""
         async with self._turn:
+            self._asleep = True
             self._preempt()
             self._runner.forget()
+            if self._owns_weights:
+                await self._device.run(self._runner.offload, _LOAD_PRIORITY)
 
     async def wake(self) -> None:
-        self._asleep = False
+        async with self._turn:
+            if self._asleep and self._owns_weights:
+                await self._device.run(self._runner.onload, _LOAD_PRIORITY)
+            self._asleep = False
         self._start()
 
     def stats(self) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
+        self._device = model.device
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context = _context(model)
         self.prefixes: dict[PrefixKey, Prefix] = {}
@@ -257,11 +258,13 @@ class Runner:
 
     # ------------------------------------------------------------------ weights
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], places: Mapping[str, Tensor] | None = None) -> None:
+    def load(
+        self, weights: Iterable[tuple[str, Tensor]], places: Callable[[], Mapping[str, Tensor]] | None = None
+    ) -> None:
         """Copy every tensor into its place; tied ones may come once or twice. `places`: by the names that are sent, if
         not those of `model.state_dict()`."""
         # keep_vars: tied names give one and the same object
-        own: dict[str, Tensor] = dict(places) if places is not None else self.model.state_dict(keep_vars=True)
+        own: dict[str, Tensor] = dict(places()) if places is not None else self.model.state_dict(keep_vars=True)
         missing = {id(tensor): name for name, tensor in reversed(own.items())}
         with torch.no_grad():
             for name, tensor in weights:
@@ -287,6 +290,16 @@ class Runner:
         """The model's weights have changed."""
         if self.decoder is not None:
             self.decoder.refresh()
+
+    def offload(self) -> None:
+        """Take the model to the host's memory. Where it is there already nothing moves."""
+        self.refresh()
+        self.model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # others, in other processes, count on it
+
+    def onload(self) -> None:
+        self.model.to(self._device)
 
 
 def _context(model: Any) -> int:

@@ -76,10 +76,13 @@ class VllmEngine(Pool):
         return pool
 
     @staticmethod
-    def replica(name: str, model: str, config: Config, *, dtype: str, context: int, threads: int | None) -> VllmReplica:
-        """One engine, for a pool that is kept in another process. Its log stays. `threads`: where its own say none."""
+    def replica(
+        name: str, model: str, config: Config, *, dtype: str, context: int, threads: int | None, sleeps: bool
+    ) -> VllmReplica:
+        """One engine, for a pool that is kept in another process. Its log stays. `threads`: where its own say none;
+        `sleeps`: others use its device, too."""
         config = config.model_copy(update={"threads": config.threads or threads})
-        return VllmReplica(name, Launch(model, dtype, context, config, _logs() / "vllm.log", EXTENSION))
+        return VllmReplica(name, Launch(model, dtype, context, config, _logs() / "vllm.log", EXTENSION, sleeps))
 
     @staticmethod
     def size(config: Config) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class Launch:
     config: Config
     log: Path  # what the engines say
     extension: str = EXTENSION
+    sleeps: bool = False  # it gives device memory back while others use it
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's engine. Weights come with the first publish, so none are read: nothing that a publish left out can
@@ -76,6 +77,8 @@ class Launch:
             "enable_log_requests": False,
             "max_model_len": self.context,
         }
+        if self.sleeps and not cpu:  # where there is nothing to give back vLLM refuses it
+            ours["enable_sleep_mode"] = True
         if config.kv_cache_gb is not None or cpu:
             ours["kv_cache_memory_bytes"] = int((config.kv_cache_gb or 1) * 2**30)
         if cpu:
