@@ -31,7 +31,7 @@ import transformers
 from torch import nn
 
 from treadle.attention import install
-from treadle.controller.device import LocalDevice
+from treadle.controller.device import LocalDevice, alone
 from treadle.native import library
 from treadle.rollout.embedded.config import Config
 from treadle.rollout.embedded.engine import EmbeddedEngine
@@ -157,6 +157,11 @@ def available() -> list[str]:
     return ["torch", "native"] if library.built() else ["torch"]
 
 
+def there(device: LocalDevice, call: Callable[[], None]) -> None:
+    """On the thread that the engine computes on: its team of threads should be the only one."""
+    asyncio.run(device.run(call))
+
+
 def seconds(call: Callable[..., None], *arguments: Any) -> float:
     begin = time.perf_counter()
     call(*arguments)
@@ -190,25 +195,28 @@ def main(
     hooked, bare = load(model, architecture, getattr(torch, dtype)), Products(theirs)
     vocabulary = theirs.config.vocab_size
     device = LocalDevice(torch.get_num_threads())
-    for count in rows:
-        asks = ragged(count, prompt, vocabulary) if is_ragged else even(count, prompt, new, vocabulary)
-        tokens = sum(a.new for a in asks)
-        ours = {name: Ours(hooked, count, name, device) for name in kernels or available()}
-        contenders: dict[str, Callable[[list[Ask]], float]] = {
-            **{f"treadle, {name} kernels": partial(seconds, engine) for name, engine in ours.items()},
-            "generate": lambda asks, count=count: seconds(generate, theirs, asks, count),
-            "products": lambda asks, count=count: seconds(bare, count, 3) / 3 * sum(a.new for a in asks) / count,
-        }
-        for run in contenders.values():  # warm up
-            run([Ask(a.group, a.prompt, 3, 0.0) for a in asks[:count]])
-        times = [{name: run(asks) for name, run in contenders.items()} for _ in range(rounds)]
-        shape = "ragged" if is_ragged else f"{new} tokens each"
-        print(f"\n{architecture or Path(model).name}, {dtype}, {count} rows, {shape}, {rounds} rounds")
-        print(f"{'':24}{'tokens/s':>9}{'× generate':>12}{'of products':>13}")
-        for name in contenders:
-            speed = tokens / median(t[name] for t in times)
-            ratio, share = (median(t[other] / t[name] for t in times) for other in ("generate", "products"))
-            print(f"{name:24}{speed:9.1f}{ratio:12.2f}{share:13.0%}", flush=True)
+    with alone():
+        for count in rows:
+            asks = ragged(count, prompt, vocabulary) if is_ragged else even(count, prompt, new, vocabulary)
+            tokens = sum(a.new for a in asks)
+            ours = {name: Ours(hooked, count, name, device) for name in kernels or available()}
+            contenders: dict[str, Callable[[list[Ask]], float]] = {
+                **{f"treadle, {name} kernels": partial(seconds, engine) for name, engine in ours.items()},
+                "generate": lambda asks, count=count: seconds(there, device, partial(generate, theirs, asks, count)),
+                "products": lambda asks, count=count: (
+                    seconds(there, device, partial(bare, count, 3)) / 3 * sum(a.new for a in asks) / count
+                ),
+            }
+            for run in contenders.values():  # warm up
+                run([Ask(a.group, a.prompt, 3, 0.0) for a in asks[:count]])
+            times = [{name: run(asks) for name, run in contenders.items()} for _ in range(rounds)]
+            shape = "ragged" if is_ragged else f"{new} tokens each"
+            print(f"\n{architecture or Path(model).name}, {dtype}, {count} rows, {shape}, {rounds} rounds")
+            print(f"{'':24}{'tokens/s':>9}{'× generate':>12}{'of products':>13}")
+            for name in contenders:
+                speed = tokens / median(t[name] for t in times)
+                ratio, share = (median(t[other] / t[name] for t in times) for other in ("generate", "products"))
+                print(f"{name:24}{speed:9.1f}{ratio:12.2f}{share:13.0%}", flush=True)
     device.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.algorithms.base import Algorithm, Role
-from treadle.controller.device import LocalDevice
+from treadle.controller.device import LocalDevice, alone
 from treadle.controller.local import LocalGroup
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import Cost, Publisher, RewardFunction
@@ -54,6 +54,7 @@ async def local_parts(
             return engines, generator, _speed(engines) if training else None
 
         engines, generator, speed = await device.run(build)
+        stack.enter_context(alone())
         workers = {
             "policy": lambda engine: PolicyWorker(engine, algorithm),
             "reference": ReferenceWorker,
