@@ -6,8 +6,9 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
-from treadle.controller.device import LocalDevice
+from treadle.controller.device import LocalDevice, alone
 from treadle.controller.local import LocalGroup
 from treadle.controller.verbs import everywhere, one, sharded
 
@@ -106,3 +107,24 @@ def test_a_group_offers_the_methods_that_carry_a_verb() -> None:
     with pytest.raises(AttributeError):
         _ = group.missing
     device.close()
+
+
+def test_the_loops_thread_computes_by_itself_and_others_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        device, others = LocalDevice(threads=2), []
+        with alone():
+            assert torch.get_num_threads() == 1
+            assert asyncio.run(device.run(torch.get_num_threads)) == 2
+            thread = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            with pytest.raises(ValueError, match="inside"), alone():
+                raise ValueError("inside")
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        assert others == [3]
+        device.close()
+    finally:
+        torch.set_num_threads(before)

@@ -83,8 +83,8 @@ class LocalDevice:
         import torch
 
         keep_memory()
+        torch.get_num_threads()  # the first question takes over what other threads have said, so it comes first
         torch.set_num_threads(self._threads)  # counted by thread, so it must be said on this one
-        assert torch.get_num_threads() == self._threads  # asking settles it, whatever other threads say of theirs
         while (turn := self._waiting.get()[2]) is not None:
             turn()
             del turn  # or the last call's tensors would live until the next one
@@ -100,16 +100,25 @@ def alone() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    for library in {line.split()[-1] for line in lines if "/libgomp" in line}:
-        with suppress(AttributeError):  # of before OpenMP 5
-            ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT)
     try:
+        torch.set_num_threads(1)
+        _end_team()
+        # It counts for this thread alone; those that will come are to have what they would have had.
+        restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+        restore.start()
+        restore.join()
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _end_team() -> None:
+    """Give back the OpenMP threads of the calling thread."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    for library in {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}:
+        with suppress(AttributeError, OSError):  # of before OpenMP 5; replaced since it was loaded
+            ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT)
 
 
 def keep_memory() -> None:

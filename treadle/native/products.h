@@ -182,6 +182,7 @@ Tensor linear(const Tensor& x, at::TensorList weights, at::TensorList biases) {
     width += weight.size(0);
   }
   Tensor out = at::empty({x.size(0), width}, x.options());
+  if (x.size(0) == 0) return out;
   FOR_TYPE(weights[0], W, products<W>(blocks, x.const_data_ptr<float>(), x.size(0), size, out.data_ptr<float>(), width);)
   return out;
 }

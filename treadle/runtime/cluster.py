@@ -150,7 +150,7 @@ async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: A
         context=frame.context,
         timeout=config.rollout.timeout,
         start_timeout=config.rollout.start_timeout,
-        restarts=0,
+        restarts=0,  # turns rely on it: an engine that starts later would come while training has the devices
     )
 
     def launch(name: str) -> RemoteReplica:

@@ -48,7 +48,7 @@ class TreeAttention:
                 for s in (trunk, *tree.branches)
                 if len(s)
             ]
-        return torch.tensor(found)
+        return torch.tensor(found, dtype=torch.int64).view(-1, 4)
 
     def __call__(self, _: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """q [1, H, S, D] and k, v [1, K, S, D], rotated; the result [1, H, S, D]."""

@@ -163,7 +163,8 @@ class TorchEngine:
         optimizer.publish()
 
     def offload(self) -> None:
-        """Take all to the CPU. Where that is the device everything is there already and nothing moves."""
+        """Take all to the CPU, which is not for an engine whose model another one shares. Where that is the device
+        everything is there already and nothing moves."""
         self._move(CPU)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # others, in other processes, count on it

@@ -2,7 +2,7 @@
 
 Between two matrix products a Hugging Face layer makes a dozen passes over its activations, and keeps most of them for
 the backward pass. Here norms, rotation, attention over the layout and the gated activation are one step each, forward
-and backward, by the native library (`make native`). Layers keep their modules, weights and hooks; they take this way
+and backward, by the native library (`make native`). Layers keep their weights, and their own hooks; they take this way
 only when a pass asks for it, so that `Network.prove` compares it with the model's own.
 
 Suffixes: S laid-out positions · E hidden size · I, O inputs and outputs of a product · D head size.
@@ -10,6 +10,7 @@ Suffixes: S laid-out positions · E hidden size · I, O inputs and outputs of a 
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +25,31 @@ from treadle.native import library
 if TYPE_CHECKING:
     from treadle.engines.torch.network import Network
 
+logger = logging.getLogger(__name__)
 _OPS: Any = torch.ops.treadle
 
 
 def fuse(network: Network) -> bool:
     """Let the decoder layers take the fused way in passes whose plan says so; False where they cannot."""
-    config, layers = network.model.config, network.layers
-    window = getattr(config, "sliding_window", None)  # of all layers, unless they have their own
-    fits = (
-        config.model_type in ROTARY_FAMILY
-        and config.hidden_act == "silu"
-        and (network.dtype, network.device.type) == (torch.float32, "cpu")
-        and all(getattr(layer.self_attn, "sliding_window", window) is None for layer in layers)
+    config, settings = network.model.config, network.settings
+    slides = settings.get("sliding_window") and "sliding_attention" in settings.get(
+        "layer_types", ["sliding_attention"]
     )
-    if not fits or not library.built():
+    kind: str = config.model_type
+    fits = kind in ROTARY_FAMILY and config.hidden_act == "silu" and not slides
+    if not fits or (network.dtype, network.device.type) != (torch.float32, "cpu"):
+        return False
+    if not library.built():
+        logger.info("%s trains through its own layers; `make native` compiles faster ones", network.name)
         return False
     library.load()
-    for layer in layers:
-        layer.forward = partial(_layer, layer, type(layer).forward)
+    logger.info("%s trains through fused layers", network.name)
+    for layer in network.layers:
+        layer.forward = partial(_layer, layer, type(layer).forward, kind)
     return True
 
 
-def _layer(layer: Any, usual: Any, hidden_states: Tensor, plan: Any = None, **others: Any) -> Tensor:
+def _layer(layer: Any, usual: Any, kind: str, hidden_states: Tensor, plan: Any = None, **others: Any) -> Tensor:
     if not isinstance(plan, TreeAttention) or not plan.fused:
         return usual(layer, hidden_states, plan=plan, **others)
     attention, mlp = layer.self_attn, layer.mlp
@@ -54,14 +58,15 @@ def _layer(layer: Any, usual: Any, hidden_states: Tensor, plan: Any = None, **ot
     qkv = _product(h_SE, attention.q_proj, attention.k_proj, attention.v_proj)
     size: int = attention.head_dim
     heads, keys = attention.q_proj.out_features // size, attention.k_proj.out_features // size
-    if hasattr(attention, "q_norm"):
+    if kind == "qwen3":
         q, k, v = qkv.split([heads * size, keys * size, keys * size], 1)
         q, k = (
             _norm(norm, x.contiguous().view(-1, size)).view(x.shape)
             for norm, x in ((attention.q_norm, q), (attention.k_norm, k))
         )
         qkv = torch.cat([q, k, v], 1)
-    turn = [x[0] for x in others["position_embeddings"]] if getattr(attention, "use_rope", True) else [None, None]
+    rotates = kind != "smollm3" or attention.use_rope
+    turn = [x[0] for x in others["position_embeddings"]] if rotates else [None, None]
     attended = _Attention.apply(qkv, heads, keys, *turn, plan.segments, attention.scaling)
     x_SE = x_SE + _product(attended, attention.o_proj)
     gate_up = _product(_norm(layer.post_attention_layernorm, x_SE), mlp.gate_proj, mlp.up_proj)

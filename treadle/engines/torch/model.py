@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -180,33 +181,35 @@ def places(model: Any) -> dict[str, Tensor]:
         if told.keys() == own.keys():
             found |= own
             continue
-        numbered, count = {}, 0  # elements have numbers in the place of values: these tell where each one went
+        numbered: dict[str, Tensor] = {}  # elements have numbers in the place of values: these tell where each one went
+        begins: list[int] = [0]
         for name, tensor in own.items():
-            numbered[name] = torch.arange(count, count + tensor.numel()).view(tensor.shape)
-            count += tensor.numel()
+            numbered[name] = torch.arange(begins[-1], begins[-1] + tensor.numel()).view(tensor.shape)
+            begins.append(begins[-1] + tensor.numel())
         for name, number in revert_weight_conversion(model, numbered).items():
-            holder = next(n for n, held in numbered.items() if held.min() <= number.min() <= held.max())
+            holder = list(own)[bisect_right(begins, int(number.flatten()[0])) - 1]
             view = _view(number, numbered[holder])
             if view is None or not own[holder].is_contiguous():
                 raise ModelError(
                     f"{type(model).__name__} holds '{name}' of its checkpoint scattered in '{holder}', so it cannot be "
                     "loaded in place; use rollout.name=vllm, or controller.backend=local"
                 )
-            found[name] = own[holder].as_strided(*view)
+            shape, strides, offset = view
+            found[name] = own[holder].as_strided(shape, strides, own[holder].storage_offset() + offset)
     return found
 
 
 def _view(number: Tensor, held: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Shape, strides and offset of the view of `held` that is `number`, if there is one."""
-    offset = int(number.flatten()[0] - held.flatten()[0])
-    steps = (
-        int(number.select(i, 1).flatten()[0] - number.flatten()[0]) if n > 1 else 1 for i, n in enumerate(number.shape)
-    )
-    view = (tuple(number.shape), tuple(steps), offset)
-    ends = number.flatten()[[0, -1]]
-    if min(view[1], default=1) < 1 or not held.min() <= ends[0] <= ends[1] <= held.max():
+    """Shape, strides and offset of the view of `held` that is `number`, if there is one. The numbers of `held` follow
+    each other."""
+    flat = number.flatten()
+    first, last, begin = int(flat[0]), int(flat[-1]), int(held.flatten()[0])
+    strides = [int(number.select(i, 1).flatten()[0]) - first if n > 1 else 1 for i, n in enumerate(number.shape)]
+    if min(strides, default=1) < 1 or not begin <= first <= last < begin + held.numel():
         return None
-    return view if torch.equal(held.as_strided(*view), number) else None
+    view = (tuple(number.shape), tuple(strides), first - begin)
+    reach = sum((n - 1) * step for n, step in zip(number.shape, strides, strict=True))
+    return view if first + reach == last and torch.equal(held.as_strided(*view), number) else None
 
 
 def find(path: str) -> str:
