@@ -81,8 +81,8 @@ class Embedded(EmbeddedEngine):
         diary: str = key("directory", default="")
         fault: str = key("`what how number`, as in `sleep dies 3`", default="")
 
-    def __init__(self, model: Any, tokenizer: Any, config: Any, device: Any, *, owns_weights: bool) -> None:
-        super().__init__(model, tokenizer, config, device, owns_weights=owns_weights)
+    def __init__(self, model: Any, tokenizer: Any, config: Any, device: Any, **options: Any) -> None:
+        super().__init__(model, tokenizer, config, device, **options)
         self._diary = Diary(config.diary, config.fault)
         self._diary.watch_training()
         for name in ("admit", "decode", "load"):
