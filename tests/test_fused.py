@@ -257,6 +257,28 @@ def test_sharded_layers_are_fused_on_every_rank(ranks: Ranks, tmp_path: Path, wa
         assert (told[0][1][name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
+@pytest.mark.parametrize("kind", ["a hook", "another class"])
+def test_an_adapter_has_its_effect(kind: str) -> None:
+    """A layer that has one goes the model's own way."""
+    engine = TorchEngine(random_model(LlamaConfig), Config(dtype="float32", microbatch_tokens=64), total_steps=1)
+    before = trained(engine, used=True)
+    mlp = engine.network.layers[0].mlp
+    if kind == "a hook":
+        mlp.up_proj.register_forward_hook(lambda _, args, out: out + args[0].sum(-1, keepdim=True))
+    else:
+
+        class Adapted(torch.nn.Linear):
+            def forward(self, *args: Any) -> Tensor:
+                return super().forward(*args) + args[0].sum(-1, keepdim=True)
+
+        mlp.up_proj.__class__ = Adapted
+    ours, theirs = trained(engine, used=True), trained(engine, used=False)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert (ours[name] - before[name]).norm() > 0.01 * before[name].norm()
+    for parameter, gradient in theirs.items():
+        assert (ours[parameter] - gradient).norm() <= 3e-5 * gradient.norm() + 1e-9, parameter
+
+
 def test_without_the_library_layers_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
     engine = TorchEngine(random_model(LlamaConfig), Config(dtype="float32"), total_steps=1)

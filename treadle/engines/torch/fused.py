@@ -2,8 +2,8 @@
 
 Between two matrix products a Hugging Face layer makes a dozen passes over its activations, and keeps most of them for
 the backward pass. Here norms, rotation, attention over the layout and the gated activation are one step each, forward
-and backward, by the native library (`make native`). Layers keep their weights, and their own hooks; they take this way
-only when a pass asks for it, so that `Network.prove` compares it with the model's own.
+and backward, by the native library (`make native`). Layers keep their weights and modules; they take this way only
+when a pass asks for it and no part of theirs has a hook, so that `Network.prove` compares it with the model's own.
 
 Suffixes: S laid-out positions · E hidden size · I, O inputs and outputs of a product · D head size.
 """
@@ -50,7 +50,7 @@ def fuse(network: Network) -> bool:
 
 
 def _layer(layer: Any, usual: Any, kind: str, hidden_states: Tensor, plan: Any = None, **others: Any) -> Tensor:
-    if not isinstance(plan, TreeAttention) or not plan.fused:
+    if not isinstance(plan, TreeAttention) or not plan.fused or not _plain(layer):
         return usual(layer, hidden_states, plan=plan, **others)
     attention, mlp = layer.self_attn, layer.mlp
     x_SE = hidden_states[0]
@@ -71,6 +71,16 @@ def _layer(layer: Any, usual: Any, kind: str, hidden_states: Tensor, plan: Any =
     x_SE = x_SE + _product(attended, attention.o_proj)
     gate_up = _product(_norm(layer.post_attention_layernorm, x_SE), mlp.gate_proj, mlp.up_proj)
     return x_SE[None] + _product(_Gate.apply(gate_up), mlp.down_proj)[None]  # FSDP wants no view
+
+
+def _plain(layer: Any) -> bool:
+    """Whether its parts do what they are called: an adapter hooks into a linear layer, or stands in its place."""
+    parts = [part for part in layer.modules() if part is not layer]
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return not hooked and all(type(linear) is nn.Linear for linear in linears)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
