@@ -76,6 +76,7 @@ def test_a_node_with_other_code_is_named(name: str, there: str | None) -> None:
             r"pools\.a needs other processes; set controller\.backend=ray, or leave it out",
         ),
         ({"pools": {"a": {"ranks": 2}}}, r"pools\.a needs other processes"),
+        ({"pools": {"a": {"offload": True}}}, r"pools\.a\.offload=true needs other processes"),
         ({"address": "auto"}, "address='auto' needs other processes"),
         ({"backend": "ray", "pools": {"a": {"ranks": 0}}}, r"pools\.a\.ranks"),
         ({"backend": "ray", "pools": {"a": {"rank": 2}}}, "ranks"),

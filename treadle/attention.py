@@ -6,6 +6,7 @@ the same, shared model object. Suffixes: H query heads · K key/value heads · S
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle.errors import ModelError
@@ -58,6 +59,12 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     return plan(layer, query, key, value, scale).transpose(1, 2), None
+
+
+def sliding_window(settings: Mapping[str, Any]) -> int | None:
+    """Positions that the layers of a model look back at most, by its configuration; None: all that there are."""
+    slides = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
+    return settings.get("sliding_window") if slides else None
 
 
 def install(model: Any) -> None:

@@ -59,10 +59,11 @@ class ControllerConfig(Config):
                 known = ", ".join(self.pools) or "none yet: add it to controller.pools"
                 raise ValueError(f"roles.{role}={pool!r} is no pool; there are: {known}")
         if self.backend == "local":
-            several = [name for name, pool in self.pools.items() if pool.ranks > 1 or len(self.pools) > 1]
-            if several or self.address is not None:
-                what = f"pools.{several[0]}" if several else f"address={self.address!r}"
-                raise ValueError(f"{what} needs other processes; set controller.backend=ray, or leave it out")
+            wrong = [f"pools.{name}" for name, pool in self.pools.items() if pool.ranks > 1 or len(self.pools) > 1]
+            wrong += [f"pools.{name}.offload=true" for name, pool in self.pools.items() if pool.offload]
+            wrong += [f"address={self.address!r}"] if self.address is not None else []
+            if wrong:
+                raise ValueError(f"{wrong[0]} needs other processes; set controller.backend=ray, or leave it out")
         places = {self.pool_of(place) for place in get_args(Place)}
         if idle := [name for name in self.pools if name not in places]:
             raise ValueError(f"pools.{idle[0]} has no work: name it in controller.roles, or leave it out")

@@ -95,29 +95,29 @@ class Group:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             async with self._turn() if ordered else nullcontext():
-                return await told(*args, **kwargs)
-
-        async def told(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = arguments(self._worker, name, args, kwargs)
-            check(self._links)
-            where = Where(f"{self._role}.{name}", len(self._links), STEP.get())
-            links = self._links[:1] if verb is Verb.ONE else self._links
-            if len(links) == 1:
-                return (await self._run(where, links, name, [args], kwargs, ordered))[0]
-            # All that can fail for its size or its kind comes before the first rank is told.
-            kwargs = {key: links[0].share(value) for key, value in kwargs.items()}
-            if verb is not Verb.SHARDED:
-                told = [links[0].share(arg) for arg in args]
-                return (await self._run(where, links, name, [told] * len(links), kwargs, ordered))[0]
-            whole, *others = args
-            told = [links[0].share(other) for other in others]
-            rows = split(whole.units(self._attention), len(links))
-            with ThreadPoolExecutor() as threads:  # both copies of a part are made outside of Python's lock
-                shared = list(threads.map(lambda link, mine: link.share(whole.select(mine)), links, rows))
-            parts = [[part, *told] for part in shared]
-            return whole.gather(rows, await self._run(where, links, name, parts, kwargs, ordered))
+                return await self._call(verb, name, args, kwargs, ordered)
 
         return call
+
+    async def _call(self, verb: Verb, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ordered: bool) -> Any:
+        args, kwargs = arguments(self._worker, name, args, kwargs)
+        check(self._links)
+        where = Where(f"{self._role}.{name}", len(self._links), STEP.get())
+        links = self._links[:1] if verb is Verb.ONE else self._links
+        if len(links) == 1:
+            return (await self._run(where, links, name, [args], kwargs, ordered))[0]
+        # All that can fail for its size or its kind comes before the first rank is told.
+        kwargs = {key: links[0].share(value) for key, value in kwargs.items()}
+        if verb is not Verb.SHARDED:
+            told = [links[0].share(arg) for arg in args]
+            return (await self._run(where, links, name, [told] * len(links), kwargs, ordered))[0]
+        whole, *others = args
+        told = [links[0].share(other) for other in others]
+        rows = split(whole.units(self._attention), len(links))
+        with ThreadPoolExecutor() as threads:  # what it takes to send a part is copied outside of Python's lock
+            shared = list(threads.map(lambda link, mine: link.share(whole.select(mine)), links, rows))
+        parts = [[part, *told] for part in shared]
+        return whole.gather(rows, await self._run(where, links, name, parts, kwargs, ordered))
 
     async def _run(
         self,

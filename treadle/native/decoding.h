@@ -15,18 +15,19 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------- dot products
 
-// out[m][n] = Σ_k a[m][k] · b[n][k] for M × N rows; meanwhile NEXT rows from `next` on are fetched into the cache.
-template <int M, int N, int NEXT, class B>
-inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, float* out, int64_t stride_out,
-                 const B* next) {
+// out[m][n] = Σ_k a[m][k] · b[n][k] for M × N rows; meanwhile the next N rows of `b` are fetched into the cache.
+template <int M, int N, bool FETCHES, class B>
+inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, float* out, int64_t stride_out) {
   Vec sums[M][N] = {};
   int64_t k = 0;
   for (; k + LANES <= size; k += LANES) {
     Vec right[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) right[n] = load(b + n * size + k);
+    if constexpr (FETCHES) {
 #pragma GCC unroll 8
-    for (int n = 0; n < NEXT; n++) __builtin_prefetch(next + n * size + k, 0, 2);
+      for (int n = 0; n < N; n++) __builtin_prefetch(b + (N + n) * size + k, 0, 2);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       Vec left = load(a + m * stride_a + k);
@@ -53,39 +54,33 @@ inline void tile(const float* a, int64_t stride_a, const B* b, int64_t size, flo
   }
 }
 
-template <int M, int NEXT, class B>
-void strip(const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out, int64_t stride_out,
-           const B* next) {
+template <int M, bool FETCHES, class B>
+void strip(const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out, int64_t stride_out) {
   int64_t n = 0;
-  for (; n + 4 <= rows; n += 4, next += NEXT * size)
-    tile<M, 4, NEXT>(a, stride_a, b + n * size, size, out + n, stride_out, next);
-  for (; n < rows; n++) tile<M, 1, 0>(a, stride_a, b + n * size, size, out + n, stride_out, next);
+  for (; n + 4 <= rows; n += 4) tile<M, 4, FETCHES>(a, stride_a, b + n * size, size, out + n, stride_out);
+  for (; n < rows; n++) tile<M, 1, false>(a, stride_a, b + n * size, size, out + n, stride_out);
 }
 
-template <int NEXT, class B, int... M>
+template <bool FETCHES, class B, int... M>
 void strip_of(int64_t m, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
-              int64_t stride_out, const B* next, std::integer_sequence<int, M...>) {
-  using Strip = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t, const B*);
-  static constexpr Strip strips[] = {strip<M + 1, NEXT, B>...};
-  strips[m - 1](a, stride_a, b, rows, size, out, stride_out, next);
+              int64_t stride_out, std::integer_sequence<int, M...>) {
+  using Strip = void (*)(const float*, int64_t, const B*, int64_t, int64_t, float*, int64_t);
+  static constexpr Strip strips[] = {strip<M + 1, FETCHES, B>...};
+  strips[m - 1](a, stride_a, b, rows, size, out, stride_out);
 }
 
-// out[m][n] = Σ_k a[m][k] · b[n][k], where `b` is one block of rows after another: the next one is fetched meanwhile.
+// out[m][n] = Σ_k a[m][k] · b[n][k]. The first tiles fetch the four rows that the next one reads; they stay for the others.
 template <class B>
 void dots(int64_t count, const float* a, int64_t stride_a, const B* b, int64_t rows, int64_t size, float* out,
           int64_t stride_out) {
   constexpr std::make_integer_sequence<int, TILE> sizes;
-  if (count <= TILE) {  // each tile fetches the four rows that the next one reads
-    strip_of<4>(count, a, stride_a, b, rows, size, out, stride_out, b + 4 * size, sizes);
-    return;
-  }
-  const B* next = b + rows * size;  // each tile of the first strips fetches one row of the next block
-  for (int64_t m = 0; m < count; m += TILE, next += rows / 4 * size) {
+  for (int64_t m = 0; m < count; m += TILE) {
     int64_t some = std::min<int64_t>(TILE, count - m);
-    if (next < b + 2 * rows * size)
-      strip_of<1>(some, a + m * stride_a, stride_a, b, rows, size, out + m * stride_out, stride_out, next, sizes);
+    const float* left = a + m * stride_a;
+    if (m == 0)
+      strip_of<true>(some, left, stride_a, b, rows, size, out, stride_out, sizes);
     else
-      strip_of<0>(some, a + m * stride_a, stride_a, b, rows, size, out + m * stride_out, stride_out, next, sizes);
+      strip_of<false>(some, left, stride_a, b, rows, size, out + m * stride_out, stride_out, sizes);
   }
 }
 

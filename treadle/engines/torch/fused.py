@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treadle.attention import ROTARY_FAMILY
+from treadle.attention import ROTARY_FAMILY, sliding_window
 from treadle.engines.torch.attention import TreeAttention
 from treadle.native import library
 
@@ -31,12 +31,9 @@ _OPS: Any = torch.ops.treadle
 
 def fuse(network: Network) -> bool:
     """Let the decoder layers take the fused way in passes whose plan says so; False where they cannot."""
-    config, settings = network.model.config, network.settings
-    slides = settings.get("sliding_window") and "sliding_attention" in settings.get(
-        "layer_types", ["sliding_attention"]
-    )
+    config = network.model.config
     kind: str = config.model_type
-    fits = kind in ROTARY_FAMILY and config.hidden_act == "silu" and not slides
+    fits = kind in ROTARY_FAMILY and config.hidden_act == "silu" and sliding_window(network.settings) is None
     if not fits or (network.dtype, network.device.type) != (torch.float32, "cpu"):
         return False
     if not library.built():

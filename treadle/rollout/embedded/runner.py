@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.attention import NAME
+from treadle.attention import NAME, sliding_window
 from treadle.errors import ModelError, RolloutError, WeightSyncError
 from treadle.rollout.embedded.cache import Row, Shelves, Slot
 from treadle.rollout.embedded.decoder import Decoder, disagreement
@@ -312,10 +312,8 @@ def _context(model: Any) -> int:
     settings: dict[str, Any] = config.to_dict()
     if "max_position_embeddings" not in settings:
         raise ModelError(f"the configuration of {kind} does not say how long its context is (max_position_embeddings)")
-    window: int | None = settings.get("sliding_window")
-    slides = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
     limit: int = settings["max_position_embeddings"]
-    return min(limit, window) if window is not None and slides else limit
+    return min(limit, sliding_window(settings) or limit)
 
 
 @contextmanager
