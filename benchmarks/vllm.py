@@ -66,6 +66,7 @@ class Pair:
             vocabulary=trainer.model.config.vocab_size,
             decoder=self.tokenizer,
             directory=Path("runs"),
+            overlaps=False,
         )
         prober = Prober(
             policy=cast(Any, policy),
@@ -140,6 +141,7 @@ async def agree(pair: Pair, options: argparse.Namespace) -> None:
                     parameter.add_(1e-4 * torch.randn_like(parameter))
             await pair.publisher(version)
         exact = await pair.device.run(lambda: copy.deepcopy(pair.trainer.model).float())
+        exact.set_attn_implementation("eager")
         for temperature in (0.6, 1.0, 1.3):
             gaps = []
             asked = [

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 import treadle
+from tests.reward_models import make_reward_model
 from tests.runs import books, command, finish, metrics, samples, settings, write
 from tests.vllm_help import make_model
 from treadle.errors import ConfigError, ModelError, WorkerError
@@ -101,6 +102,39 @@ def test_four_roles_on_three_pools(tiny_model: Path, tmp_path: Path) -> None:
         assert mine["critic/loss"] == pytest.approx(theirs["critic/loss"], abs=1e-5)
 
 
+def test_a_reward_model_anywhere(tiny_model: Path, tmp_path: Path) -> None:
+    """In a pool of its own, on two ranks that hold half of it each; in the policy's; in the rollout's. Every score is
+    the same to the last bit, and so is the run."""
+    model = make_reward_model(tmp_path / "reward", tiny_model)
+    more = {"reward": "model", "reward_model": {"model": str(model)}}
+    here = ran(tmp_path / "here", tiny_model, **more)
+    apart_, beside, behind = apart(), apart(), apart()
+    apart_["pools"]["judge"] = {"ranks": 2, "cpus": 0.5}
+    apart_["roles"]["reward_model"] = "judge"
+    beside["roles"]["reward_model"] = "train"
+    behind["roles"]["reward_model"] = "generate"
+    for name, controller in {"apart": apart_, "beside": beside, "behind": behind}.items():
+        there = ran(tmp_path / name, tiny_model, controller=controller, **more)
+        assert learned(there) == learned(here)
+        assert samples(there) == samples(here)
+
+
+def test_a_reward_model_that_dies_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    """At once and by its name: what it would have said is no reward that failed."""
+    model = make_reward_model(tmp_path / "reward", tiny_model)
+    controller = apart()
+    controller["pools"]["judge"] = {"cpus": 0.5}
+    controller["roles"]["reward_model"] = "judge"
+    more = {"reward": "model", "reward_model": {"model": str(model)}, "max_staleness": 2, "steps": 400}
+    config = settings(tmp_path, tiny_model, rows=2000, controller=controller, **more)
+
+    killer = killed(tmp_path / "run", 1)  # pools start one after another, the policy's first
+    with pytest.raises(WorkerError, match=r"reward_model\.score on rank 0 of 1.*: The actor died"):
+        treadle.train(config)
+    killer.join()
+    assert None not in books(tmp_path / "run")
+
+
 def test_what_was_trained_on_a_cluster_is_evaluated_there(tiny_model: Path, tmp_path: Path) -> None:
     """By the run's own configuration, whose pools for critic and reference have nothing to do now."""
     config = settings(tmp_path, tiny_model, evaluation={"samples": 2})
@@ -169,26 +203,30 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_clear_error(tiny_model: P
     """Nothing that was recorded is lost, and the same command goes on."""
     config = settings(tmp_path, tiny_model, steps=400, controller=apart(train=2))
     config["run"]["checkpoint_every"] = 2
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-
-    def kill() -> None:
-        """A training rank, as soon as steps are recorded."""
-        while (
-            not (tmp_path / "run" / "metrics.jsonl").exists() or len(read_rows(tmp_path / "run" / "metrics.jsonl")) < 3
-        ):
-            time.sleep(0.1)
-        fresh = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        workers = [p for p in fresh if "RayHost" in " ".join(_command(p))]
-        os.kill(min(workers, key=lambda p: p.create_time()).pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
+    killer = killed(tmp_path / "run", 0)
     with pytest.raises(WorkerError, match=r"policy\.\w+ on rank \d of 2 in step \d+: The actor died"):
         treadle.train(config)
     killer.join()
     assert None not in books(tmp_path / "run")
     done = len(read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert treadle.train(config | {"steps": done + 2})["steps"] == done + 2
+
+
+def killed(run: Path, number: int) -> threading.Thread:
+    """Kills the worker that was the `number`-th to start, as soon as steps are recorded."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+
+    def kill() -> None:
+        log = run / "metrics.jsonl"
+        while not log.exists() or len(read_rows(log)) < 3:
+            time.sleep(0.1)
+        fresh = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        workers = [p for p in fresh if "RayHost" in " ".join(_command(p))]
+        os.kill(sorted(workers, key=lambda p: p.create_time())[number].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    return killer
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Lfm2Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.engine_help import ppo, value_regression
 from tests.spmd import Failed, Ranks
@@ -28,7 +36,7 @@ from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.gradient import accumulate
 from treadle.engines.torch.mesh import make_mesh, together
-from treadle.engines.torch.model import load_model, load_sharded
+from treadle.engines.torch.model import has_score, load_model, load_sharded
 from treadle.engines.torch.network import Network
 from treadle.engines.torch.sharding import check, local, units
 from treadle.errors import ConfigError, ModelError, TrainingError
@@ -72,7 +80,10 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             for p in model.parameters():
                 p.mul_(4.0 if p.ndim > 1 else 1.0)
         model.save_pretrained(home / name)
-    return {name: str(home / name) for name in ARCHITECTURES}
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_config(Qwen2Config(**{**SMALL, "num_labels": 1}))
+    scorer.save_pretrained(home / "reward")
+    return {name: str(home / name) for name in (*ARCHITECTURES, "reward")}
 
 
 def engine_of(
@@ -80,11 +91,12 @@ def engine_of(
 ) -> TorchEngine:
     """Spread over the process group, if there is one."""
     keys = {"dtype": "float32", "learning_rate": 1e-4, "microbatch_tokens": 24, "head_chunk": 4, **keys}
-    config = Config(**keys, shard_ranks=shard)
+    config, scores = Config(**keys, shard_ranks=shard), has_score(path)
     if not dist.is_initialized():
-        return TorchEngine(load_model(path, config.dtype), config, total_steps=10, head=head, trainable=trainable)
+        model = load_model(path, config.dtype, scores)
+        return TorchEngine(model, config, total_steps=10, head=head, trainable=trainable)
     mesh = make_mesh(dist.get_world_size(), shard)
-    model = load_sharded(path, config.dtype, mesh)
+    model = load_sharded(path, config.dtype, mesh, scores)
     return TorchEngine(model, config, total_steps=10, head=head, trainable=trainable, mesh=mesh)
 
 
@@ -149,6 +161,7 @@ def train(path: str, shard: int | None, head: Any, keys: dict[str, Any]) -> Any:
         ("qwen2", "value", {"max_grad_norm": 0.01}),
         ("qwen3", "lm", {"max_grad_norm": 0.01, "weight_decay": 0.1}),
         ("qwen3_moe", "lm", {"microbatch_tokens": 2048}),
+        ("reward", "value", {}),  # a critic that begins as a reward model
         ("llama", "lm", {"cpu_offload": True, "activation_checkpointing": True}),
     ],
 )
@@ -204,6 +217,23 @@ def test_a_frozen_model_finds_the_same(ranks: Ranks, architectures: dict[str, st
                 expected = whole[rows] if name.endswith("_N") else whole[at_T]
                 torch.testing.assert_close(found[name], expected, equal_nan=True, atol=tolerance, rtol=tolerance)
             assert same
+            assert held < 1.1 * size / shard
+
+
+def scored(path: str, shard: int | None) -> tuple[Tensor, int]:
+    """What a reward model says of this rank's rows, and the bytes that it holds there."""
+    engine = engine_of(path, shard, "value", trainable=False)
+    return engine.scores(rows_here(ragged())), sum(local(p).nbytes for p in engine.network.root.parameters())
+
+
+def test_a_reward_model_says_the_same_to_the_last_bit(ranks: Ranks, architectures: dict[str, str]) -> None:
+    """Ranks with more rows than others, and one with none."""
+    alone_N, size = scored(architectures["reward"], None)
+    assert alone_N.std() > 0.01
+    for count, shard in WORLDS:
+        told = ranks.run(count, scored, architectures["reward"], shard)
+        for rows, (score_N, held) in zip(ROWS[count], told, strict=True):
+            assert torch.equal(score_N, alone_N[rows])
             assert held < 1.1 * size / shard
 
 

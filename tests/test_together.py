@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 import treadle
+from tests.reward_models import make_reward_model
 from tests.runs import books, samples, settings
 from tests.test_cluster import VLLM, learned, near, ran
 from tests.watched import judge
@@ -22,6 +23,7 @@ PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "group_size": 4, "kl_coefficient": 0.05, "minibatches": 2},
     "trainer": {"dtype": "float32", "learning_rate": 1e-3},
 }
+DIED = r"(policy|rollout)\.\w+ on rank 0 of 1.*: The actor died"  # of what is asked of it then, any may be told first
 
 
 def by_turns(ranks: int = 1, **more: Any) -> dict[str, Any]:
@@ -85,6 +87,21 @@ def test_what_looks_beside_the_rollout_takes_turns_while_the_policy_is_elsewhere
     assert counts["sleep."] >= 3
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_reward_model_takes_turns_without_interrupting(staleness: int, tiny_model: Path, tmp_path: Path) -> None:
+    """It scores when no request is left, or training has the devices anyway: not whenever an answer ends."""
+    model = make_reward_model(tmp_path / "reward", tiny_model)
+    more = {**PPO, "reward": "model", "reward_model": {"model": str(model)}, "max_staleness": staleness}
+    home = tmp_path / "there"
+    there = ran(home, tiny_model, controller=by_turns(), rollout=watched(home), **more)
+    handed_over(home)
+    assert read_rows(there / "metrics.jsonl")[-1]["rollout/turns"] <= 5 * 4
+    if staleness == 0:
+        here = ran(tmp_path / "here", tiny_model, **more)
+        assert learned(there) == learned(here)
+        assert samples(there) == samples(here)
+
+
 @pytest.mark.parametrize(
     ("name", "engine", "staleness", "on_publish"),
     [
@@ -127,11 +144,11 @@ def test_a_run_by_turns_goes_on_and_is_evaluated(tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        ("sleep dies 3", WorkerError, r"on rank 0 of 1.*: The actor died"),
-        ("wake dies 3", TreadleError, r"rollout\.wake on rank 0 of 1.*: The actor died"),
-        ("compute dies 5", WorkerError, r"(policy|rollout)\.\w+ on rank 0 of 1.*: The actor died"),  # who sees it first
-        ("onload dies 3", WorkerError, r"(policy|rollout)\.\w+ on rank 0 of 1.*: The actor died"),
-        ("offload dies 3", TreadleError, r"rollout\.arrive on rank 0 of 1.*: The actor died"),
+        ("sleep dies 3", TreadleError, DIED),
+        ("wake dies 3", TreadleError, DIED),
+        ("compute dies 5", TreadleError, DIED),
+        ("onload dies 3", TreadleError, DIED),
+        ("offload dies 3", TreadleError, DIED),
         ("sleep raises 3", TreadleError, r"rollout\.sleep on rank 0 of 1.*the disk is on fire"),
         ("wake raises 3", TreadleError, r"rollout\.wake on rank 0 of 1.*the disk is on fire"),
         ("onload raises 3", WorkerError, r"policy\.\w+ on rank 0 of 1.*the disk is on fire"),

@@ -59,8 +59,8 @@ class Stage:
         self.awake = True
         await self._move("wake")
 
-    async def compute(self, name: str, seconds: float = 1.0) -> None:
-        async with self.turns.compute():
+    async def compute(self, name: str, seconds: float = 1.0, patient: bool = False) -> None:
+        async with self.turns.compute(patient):
             self.told.append(f"{now():g} {name}")
             assert not self.awake
             await asyncio.sleep(seconds)
@@ -123,6 +123,31 @@ def test_requests_wake_generation_once_training_was_idle_as_long_as_a_hand_over(
             await asyncio.sleep(10)
 
     assert staged(main).told == ["0 sleep", "2 step", "103 wake", "113 sleep", "115 step", "118 wake"]
+
+
+def test_a_patient_call_waits_for_the_last_request() -> None:
+    async def main(stage: Stage) -> None:
+        with stage.turns.request():
+            with stage.turns.request():
+                score = asyncio.ensure_future(stage.compute("score", patient=True))
+                await asyncio.sleep(10)
+            await asyncio.sleep(10)
+        await score
+
+    assert staged(main).told == ["20 sleep", "22 score"]
+
+
+def test_a_patient_call_goes_when_training_has_the_devices_anyway() -> None:
+    """And generation waits for its end, as it does for that of any other."""
+
+    async def main(stage: Stage) -> None:
+        with stage.turns.request():
+            score = asyncio.ensure_future(stage.compute("score", 5.0, patient=True))
+            await asyncio.sleep(10)
+            await stage.compute("step")
+            await asyncio.gather(stage.load(), score)
+
+    assert staged(main).told == ["10 sleep", "12 score", "12 step", "17 wake", "19 load"]
 
 
 def test_training_waits_for_a_load_and_a_load_for_training() -> None:

@@ -51,6 +51,14 @@ def test_memory_is_given_back_only_where_vllm_was_started_for_it(
     assert launch.arguments().get("enable_sleep_mode", False) == (gpu and sleeps)
 
 
+def test_threads_spin_only_where_nobody_else_computes(tmp_path: Path) -> None:
+    config = load(Config, None, base={"name": "vllm"})
+    shared, own = (Launch("m", "float32", 512, config, tmp_path, overlaps=x).environment() for x in (True, False))
+    assert shared["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert int(own["GOMP_SPINCOUNT"]) < 300_000  # what libgomp would do
+    assert "OMP_WAIT_POLICY" not in own  # which goes before
+
+
 @pytest.mark.parametrize(
     ("versions", "match"),
     [

@@ -30,7 +30,14 @@ from treadle.weights.stream import Address, Landing, Sent, Shipper, cut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8]
 Formula = Callable[[Tensor], str]
-FORMULAS: dict[str, Formula] = {"host": digest._host, "gpu": digest.weighted}
+
+
+def _in_pieces(raw: Tensor, host: Formula = digest._host) -> str:
+    with patch.object(digest, "_PIECE", max(3, raw.numel() // 20)):
+        return host(raw)
+
+
+FORMULAS: dict[str, Formula] = {"host": digest._host, "pieces": _in_pieces, "gpu": digest.weighted}
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 dtypes = st.sampled_from(DTYPES)
@@ -164,6 +171,19 @@ def test_a_gpus_digest_does_not_depend_on_how_much_it_takes_at_a_time(tensor: Te
     at_once = described(tensor, "gpu")
     with patch.object(digest, "_WORDS", words):
         assert described(tensor, "gpu") == at_once
+
+
+def test_a_tensor_of_many_pieces_is_seen_whole() -> None:
+    """A bit in each piece, and two pieces that change places."""
+    tensor = torch.arange(11 << 20, dtype=torch.int32)  # 44 MB
+    whole = describe(tensor)
+    assert describe(tensor.clone()) == whole
+    for at in range(0, len(tensor), digest._PIECE // 4):
+        tensor[at] ^= 1
+        assert describe(tensor) != whole
+        tensor[at] ^= 1
+    first, second, rest = tensor.split([digest._PIECE // 4] * 2 + [len(tensor) - digest._PIECE // 2])
+    assert describe(torch.cat([second, first, rest])) != whole
 
 
 @pytest.mark.parametrize("tensor", [torch.nn.Parameter(torch.ones(3)), torch.ones(2, 3, requires_grad=True) * 2])

@@ -135,6 +135,14 @@ class BackgroundSaving(Protocol):
         ...
 
 
+class Scoring(Protocol):
+    """What a training engine can do, too: one that holds a reward model must."""
+
+    def scores(self, batch: Batch) -> Tensor:
+        """The score of each trajectory as a whole, float32 [N]: the same bits whatever else is in the batch."""
+        ...
+
+
 class Generator(Protocol):
     """Token ids in, token ids out: all that an agent sees of an engine."""
 
@@ -189,6 +197,14 @@ class ModelHandle(Protocol):
 
     async def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
         """The batch fields that this role fills, by name."""
+        ...
+
+
+class ScoringHandle(Protocol):
+    """A reward model."""
+
+    async def score(self, batch: Batch) -> Mapping[str, Tensor]:
+        """`score_N`, float32, of each trajectory as a whole."""
         ...
 
 

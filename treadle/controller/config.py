@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 
 from treadle.config import Config, key
 
-Place = Literal["policy", "reference", "critic", "rollout"]
+Place = Literal["policy", "reference", "critic", "reward_model", "rollout"]
 """What can be given devices of its own."""
 
 

@@ -4,8 +4,9 @@
                                                              │
     generation() ◄── generation wakes ◄── training leaves ◄──┘  for a load: at once; for requests: after a while
 
-Training goes first: its calls interrupt generation between two tokens, which waits with its tokens kept. The program
-that makes these calls knows nothing of it.
+Training goes first: its calls interrupt generation between two tokens, which waits with its tokens kept. A reward
+model's do not: they wait until no request is left, or training has the devices anyway. The program that makes these
+calls knows nothing of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Turns:
         """Hand-overs so far, and what they took."""
         self._side: Side | None = "generation"  # None: on the way from one to the other
         self._computing = 0  # calls of training, those that wait included
+        self._patient = 0  # those of them that interrupt no request
         self._loading = 0  # what generation must be awake for, those that wait included
         self._requests = 0  # that generation has not answered
         self._idle = 0.0  # since when training has had nothing to do
@@ -53,15 +55,18 @@ class Turns:
         self._let_go()
 
     @asynccontextmanager
-    async def compute(self) -> AsyncIterator[None]:
-        """A call of training. Raises `WorkerError` where the devices could not be handed over."""
+    async def compute(self, patient: bool = False) -> AsyncIterator[None]:
+        """A call of training; a `patient` one interrupts no request. Raises `WorkerError` where the devices could not
+        be handed over."""
         self._computing += 1
+        self._patient += patient
         self._changed.set()
         try:
             await self._until("training")
             yield
         finally:
             self._computing -= 1
+            self._patient -= patient
             self._idle = _now()
             self._changed.set()
 
@@ -87,6 +92,7 @@ class Turns:
             yield
         finally:
             self._requests -= 1
+            self._changed.set()
 
     async def _until(self, side: Side) -> None:
         while self._task is not None and self._side != side:
@@ -98,7 +104,8 @@ class Turns:
         try:
             while True:
                 if self._side == "generation":
-                    if self._computing and not self._loading:
+                    urgent = self._computing > self._patient or (self._patient and not self._requests)
+                    if urgent and not self._loading:
                         await self._hand_over(sleep, "training")
                     else:
                         await self._news()

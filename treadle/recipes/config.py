@@ -17,7 +17,7 @@ from treadle.controller.config import ControllerConfig
 from treadle.data.config import DataConfig
 from treadle.engines.torch.config import Config as TorchConfig
 from treadle.handles import OnPublish
-from treadle.rewards.config import RewardConfig
+from treadle.rewards.config import MODEL, RewardConfig
 from treadle.rollout.config import RolloutConfig
 from treadle.runs.config import RunConfig
 from treadle.types import SamplingParams
@@ -76,6 +76,14 @@ class CriticConfig(ModelConfig):
     trainer: CriticTrainerConfig = key("how the critic is trained", default=CriticTrainerConfig)
 
 
+class RewardModelConfig(Config):
+    """A model that scores whole conversations, which it reads through its own tokenizer and chat template."""
+
+    model: str | None = key(
+        "directory or name of a Hugging Face …ForSequenceClassification with one score; null: none", default=None
+    )
+
+
 class RLConfig(Config):
     """Reinforcement learning of one model."""
 
@@ -108,6 +116,7 @@ class RLConfig(Config):
     trainer: TorchConfig = key("the engine that trains the policy", default=TorchConfig)
     reference: ModelConfig = key("the frozen policy that a KL term compares with", default=ModelConfig)
     critic: CriticConfig = key("the model that predicts returns, for algorithms with a critic", default=CriticConfig)
+    reward_model: RewardModelConfig = key("the model behind `reward: model`", default=RewardModelConfig)
     controller: ControllerConfig = key("where the roles work", default=ControllerConfig)
 
     @model_validator(mode="after")
@@ -118,6 +127,11 @@ class RLConfig(Config):
             raise ValueError(
                 f"algorithm.minibatches={minibatches} is more than the {prompts} groups of a step, and groups are not "
                 f"split; 1 to {prompts} are possible, or raise prompts_per_step"
+            )
+        if (MODEL in self.reward.functions) != (self.reward_model.model is not None):
+            raise ValueError(
+                "reward.functions and reward_model.model belong together: with reward_model.model set its score is the "
+                "function `model` (`reward: model`, or a weight beside other functions), and without it there is none"
             )
         return self
 

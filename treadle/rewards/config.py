@@ -11,7 +11,9 @@ from treadle.errors import ConfigError
 from treadle.rewards.values import LIMIT
 
 FOLDER = "treadle.rewards"
-OFFERS = r"^(async )?def reward\("
+OFFERS = r"^(async )?def reward\(|^class ModelReward:"
+MODEL = "model"
+"""The name of what a reward model says; it is a role, and made where roles are."""
 
 
 def _short_schema(schema: dict[str, Any]) -> None:
@@ -29,7 +31,7 @@ class RewardConfig(Config):
     functions: dict[str, float] = key(
         "weight of each reward function: a module of treadle.rewards, or my.module:function", min_length=1
     )
-    timeout_s: float = key("time limit of one call, seconds", default=30.0, gt=0, le=1e6)
+    timeout_s: float = key("time limit of one call of a function, seconds", default=30.0, gt=0, le=1e6)
     retries: int = key("further tries after a call that raised or hung", default=2, ge=0, le=100)
     workers: int = key("processes that call synchronous functions", default=2, ge=1, le=1024)
     max_failed: float = key("share of a step's samples that may fail before the run stops", default=0.1, ge=0, le=1)

@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 from treadle.config import resolve
 from treadle.errors import ConfigError, RewardError
-from treadle.rewards.config import FOLDER, OFFERS, RewardConfig
+from treadle.rewards.config import FOLDER, MODEL, OFFERS, RewardConfig
 from treadle.rewards.pool import CallFailed, Pool
 from treadle.rewards.values import NotAReward, as_reward, combine, in_words
 
 if TYPE_CHECKING:
     from treadle.handles import RewardFunction
+    from treadle.rewards.model import ModelReward
     from treadle.types import Reward, Trajectory
 
 
-def make_scorer(config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> RewardScorer:
+def make_scorer(
+    config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None, model: ModelReward | None = None
+) -> RewardScorer:
     """The scorer that `config` describes; names found in `functions` are these callables, the others are imported.
+    `model` goes by the name `model`.
 
     Raises ConfigError for a name that leads nowhere or to something that cannot be called.
     """
     given = functions or {}
-    found = {name: given[name] if name in given else _found(name) for name in config.functions}
-    return RewardScorer(config, found)
+    names = [name for name in config.functions if model is None or name != MODEL]
+    return RewardScorer(config, {name: given[name] if name in given else _found(name) for name in names}, model)
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -38,11 +42,14 @@ def function_name(function: Callable[..., Any]) -> str:
 class RewardScorer:
     """Gives trajectories their rewards: a `Scorer`. Close it, or use it in `async with`.
 
-    Async functions run in this process's event loop, all others in worker processes that start with the first call.
+    Async functions run in this process's event loop, all others in worker processes that start with the first call. A
+    reward model waits for its turn on its devices, as every role does, without a limit; its failure is the run's.
     """
 
-    def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction]) -> None:
-        self._config = config
+    def __init__(
+        self, config: RewardConfig, functions: Mapping[str, RewardFunction], model: ModelReward | None = None
+    ) -> None:
+        self._config, self._model = config, model
         self._here = {name: f for name, f in functions.items() if _is_async(f)}
         away = {name: f for name, f in functions.items() if name not in self._here}
         self._pool = Pool(away, config.workers, config.timeout_s)
@@ -78,6 +85,8 @@ class RewardScorer:
             if attempt:
                 await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
             try:
+                if self._model is not None and name == MODEL:
+                    return as_reward(await self._model(trajectory), len(trajectory.turn_ends))
                 if name in self._here:
                     return await self._await_here(name, trajectory)
                 return await self._pool.call(name, trajectory)

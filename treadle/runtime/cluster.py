@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from treadle.algorithms.base import Algorithm, Role
 from treadle.controller.config import Place, PoolConfig
@@ -27,7 +27,7 @@ from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
 from treadle.types import Completion, TokenRequest
 from treadle.weights.place import new_place
 from treadle.weights.publish import PROBE, SHORT_PROBE, ShippingPublisher
-from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
+from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker, RewardModelWorker
 from treadle.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -82,31 +82,35 @@ async def cluster_parts(
     """Build everything, cheap things first, and close it in reverse."""
     from treadle.controller.ray import RayBackend
     from treadle.engines.speed import cost_of
-    from treadle.engines.torch.model import check_vocabulary, end_tokens, places
+    from treadle.engines.torch.model import check_tokenizer, check_vocabulary, end_tokens, load_tokenizer, places
     from treadle.engines.torch.writing import skeleton
 
     async with AsyncExitStack() as stack:
         engine_class("rollout", config.rollout.name).check(config.rollout)
         models = _models(config, algorithm)
+        scoring = _scoring(models)
         pools = _pools(config, [*models, "rollout"])
         frame = await make_frame(config, reward, stack)
-        shapes = {role: skeleton(model) for role, model in models.items()}
+        shapes = {role: skeleton(model, role in scoring) for role, model in models.items()}
         for role, shape in shapes.items():
-            check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
+            if role == "reward_model":
+                check_tokenizer(shape, load_tokenizer(models[role]))
+            else:
+                check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
         if _in_process(config):
             places(shapes["policy"])  # an error shows before anything starts
         backend = await RayBackend.open(config.controller, pools)
         stack.push_async_callback(backend.close)
         _reachable(config, backend.reports)
 
-        groups: dict[Role, Any] = {}
+        groups: dict[Place, Any] = {}
         turns = Turns()
         sharing = _sharing(config, models)
         for role, (worker, make) in _workers(config, algorithm, training).items():
             cost = cost_of(shapes[role])
             attention = ATTENTION if cost is None else cost.pair / cost.token
             pool = config.controller.pool_of(role)
-            turn = turns.compute if role in sharing else nullcontext
+            turn = partial(turns.compute, patient=role == "reward_model") if role in sharing else nullcontext
             groups[role] = await backend.group(role, pool, worker, make, attention, turn)
         # Closed behind the engines: a call that computes would wait for its turn, and there is none any more.
         stack.push_async_callback(_closed, groups["policy"])
@@ -114,6 +118,9 @@ async def cluster_parts(
         stack.push_async_callback(rollout.close)
         if sharing:
             rollout.share()
+        if frame.reward_model is not None:
+            frame.reward_model.serve(groups["reward_model"])
+        observed: tuple[Role, ...] = get_args(Role)
         answered = PROBE if _in_process(config) else SHORT_PROBE
 
         yield Parts(
@@ -123,7 +130,7 @@ async def cluster_parts(
             publish=ShippingPublisher(
                 groups["policy"], rollout, frame.prober(groups["policy"], answered), config.on_publish
             ),
-            observers=groups,
+            observers={role: groups[role] for role in observed if role in groups},
             learners={role: groups[role] for role in algorithm.trains},
             export=partial(whole, lambda path: groups["policy"].write(path.absolute(), config.model)),
             speed=None,
@@ -170,14 +177,23 @@ async def _rollout(config: RLConfig, frame: Frame, backend: RayBackend, shape: A
 # ---------------------------------------------------------------------- what is checked before anything starts
 
 
-def _models(config: RLConfig, algorithm: Algorithm) -> dict[Role, str]:
+def _models(config: RLConfig, algorithm: Algorithm) -> dict[Place, str]:
     """The roles that hold a model, and which."""
-    found: dict[Role, str] = {"policy": config.model}
+    found: dict[Place, str] = {"policy": config.model}
     if "reference" in algorithm.uses:
         found["reference"] = config.reference.model or config.model
     if "critic" in algorithm.uses:
         found["critic"] = config.critic.model or config.model
+    if config.reward_model.model is not None:
+        found["reward_model"] = config.reward_model.model
     return found
+
+
+def _scoring(models: Mapping[Place, str]) -> set[Place]:
+    """Those of these roles whose model ends in a score. A critic may begin as a reward model."""
+    from treadle.engines.torch.model import has_score
+
+    return {role for role in models if role == "reward_model" or (role == "critic" and has_score(models[role]))}
 
 
 def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
@@ -230,13 +246,15 @@ def _in_process(config: RLConfig) -> bool:
 # ---------------------------------------------------------------------- made where they work
 
 
-def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Role, tuple[type, Any]]:
+def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Place, tuple[type, Any]]:
     """Class and factory of each role's worker."""
-    found: dict[Role, tuple[type, Any]] = {"policy": (PolicyWorker, partial(_policy, config, algorithm, training))}
+    found: dict[Place, tuple[type, Any]] = {"policy": (PolicyWorker, partial(_policy, config, algorithm, training))}
     if "reference" in algorithm.uses:
         found["reference"] = (ReferenceWorker, partial(_reference, config))
     if "critic" in algorithm.uses:
         found["critic"] = (CriticWorker, partial(_critic, config, algorithm))
+    if config.reward_model.model is not None:
+        found["reward_model"] = (RewardModelWorker, partial(_reward_model, config, config.reward_model.model))
     return found
 
 
@@ -251,12 +269,20 @@ def _reference(config: RLConfig, seat: Seat) -> ReferenceWorker:
 
 
 def _critic(config: RLConfig, algorithm: Algorithm, seat: Seat) -> CriticWorker:
+    from treadle.engines.torch.model import has_score
+
     model = config.critic.model or config.model
-    engine = _trainer(config, model, config.critic.trainer, seat, head="value")
+    engine = _trainer(config, model, config.critic.trainer, seat, has_score(model), head="value")
     return CriticWorker(engine, algorithm, seat.ranks == 1)
 
 
-def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **options: Any) -> Any:
+def _reward_model(config: RLConfig, model: str, seat: Seat) -> RewardModelWorker:
+    return RewardModelWorker(_trainer(config, model, config.trainer, seat, True, head="value", trainable=False))
+
+
+def _trainer(
+    config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, scores: bool = False, **options: Any
+) -> Any:
     """A training engine: whole on one rank, sharded over several."""
     from treadle.engines.torch.mesh import make_mesh
     from treadle.engines.torch.model import load_model, load_sharded
@@ -264,9 +290,9 @@ def _trainer(config: RLConfig, model: str, trainer: TorchConfig, seat: Seat, **o
     engine = engine_class("engines", trainer.name)
     options["total_steps"] = config.optimizer_steps
     if seat.ranks == 1:
-        return engine(load_model(model, trainer.dtype), trainer, **options)
+        return engine(load_model(model, trainer.dtype, scores), trainer, **options)
     mesh = make_mesh(seat.ranks, trainer.shard_ranks)
-    return engine(load_sharded(model, trainer.dtype, mesh), trainer, mesh=mesh, **options)
+    return engine(load_sharded(model, trainer.dtype, mesh, scores), trainer, mesh=mesh, **options)
 
 
 def _embedded(config: RLConfig, seat: Seat) -> RolloutWorker:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from treadle.algorithms.base import Algorithm, Role
 from treadle.controller.device import LocalDevice, alone
@@ -18,7 +18,7 @@ from treadle.recipes.config import RLConfig
 from treadle.recipes.measure import Speed
 from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
 from treadle.weights.publish import PROBE, SHORT_PROBE, LocalPublisher, ShippingPublisher
-from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker
+from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker, RewardModelWorker
 
 
 @asynccontextmanager
@@ -26,7 +26,15 @@ async def local_parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import check_vocabulary, end_tokens, find, load_model
+    from treadle.engines.torch.model import (
+        check_tokenizer,
+        check_vocabulary,
+        end_tokens,
+        find,
+        has_score,
+        load_model,
+        load_tokenizer,
+    )
 
     async with AsyncExitStack() as stack:
         generation = engine_class("rollout", config.rollout.name)
@@ -35,15 +43,21 @@ async def local_parts(
         device = LocalDevice(config.threads)
         stack.callback(device.close)
 
-        def build() -> tuple[dict[Role, Any], Any, Speed | None]:
-            """The engine of each role, the model that generates, and what speeds are compared with."""
+        def build() -> tuple[dict[Role, Any], Any, Any, Speed | None]:
+            """The engine of each role, the reward model's, the model that generates, and what speeds are compared
+            with."""
             engines: dict[Role, Any] = {"policy": _trainer(config, config.model, config.trainer, trainable=training)}
             if "reference" in algorithm.uses:
                 model = config.reference.model or config.model
                 engines["reference"] = _trainer(config, model, config.trainer, trainable=False)
             if "critic" in algorithm.uses:
                 model = config.critic.model or config.model
-                engines["critic"] = _trainer(config, model, config.critic.trainer, head="value")
+                scores = has_score(model)
+                engines["critic"] = _trainer(config, model, config.critic.trainer, scores=scores, head="value")
+            judge = None
+            if (model := config.reward_model.model) is not None:
+                judge = _trainer(config, model, config.trainer, scores=True, head="value", trainable=False)
+                check_tokenizer(judge.model, load_tokenizer(model))
             for role, engine in engines.items():
                 check_vocabulary(engines["policy"].model, engine.model, frame.tokenizer, role)
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
@@ -51,9 +65,9 @@ async def local_parts(
             generator = None
             if generation.in_process:
                 generator = engines["policy"].model if shared else load_model(config.model, config.trainer.dtype)
-            return engines, generator, _speed(engines) if training else None
+            return engines, judge, generator, _speed(engines) if training else None
 
-        engines, generator, speed = await device.run(build)
+        engines, judge, generator, speed = await device.run(build)
         stack.enter_context(alone())
         workers = {
             "policy": lambda engine: PolicyWorker(engine, algorithm),
@@ -61,6 +75,8 @@ async def local_parts(
             "critic": lambda engine: CriticWorker(engine, algorithm),
         }
         groups: dict[Role, Any] = {role: LocalGroup(workers[role](engine), device) for role, engine in engines.items()}
+        if frame.reward_model is not None:
+            frame.reward_model.serve(cast(Any, LocalGroup(RewardModelWorker(judge), device)))
         policy = engines["policy"].model
         if generation.in_process:
             owned = generator is not policy
@@ -75,6 +91,7 @@ async def local_parts(
                 vocabulary=policy.get_input_embeddings().weight.shape[0],
                 decoder=frame.tokenizer,
                 directory=Path(config.run.dir),
+                overlaps=config.max_staleness > 0,
             )
             stack.push_async_callback(groups["policy"].close)
             prober = frame.prober(groups["policy"], SHORT_PROBE)
@@ -107,12 +124,12 @@ def _publisher(frame: Frame, policy: Any, rollout: Any, device: LocalDevice, tra
     )
 
 
-def _trainer(config: RLConfig, model: str, trainer: TorchConfig, **options: Any) -> Any:
+def _trainer(config: RLConfig, model: str, trainer: TorchConfig, scores: bool = False, **options: Any) -> Any:
     """A training engine over a model of its own."""
     from treadle.engines.torch.model import load_model
 
     engine = engine_class("engines", trainer.name)
-    return engine(load_model(model, trainer.dtype), trainer, total_steps=config.optimizer_steps, **options)
+    return engine(load_model(model, trainer.dtype, scores), trainer, total_steps=config.optimizer_steps, **options)
 
 
 def _speed(engines: Mapping[Role, Any]) -> Speed | None:

@@ -27,6 +27,7 @@ from treadle.handles import (
 )
 from treadle.recipes.config import EvaluationConfig, RLConfig, SamplingConfig
 from treadle.recipes.measure import Speed
+from treadle.rewards.model import ModelReward
 from treadle.rewards.scorer import function_name, make_scorer
 from treadle.types import Prompt, SamplingParams
 from treadle.weights.publish import PROBE, PROBE_TOKENS, TOLERANCE, Prober, probe_tokens
@@ -42,6 +43,7 @@ class Frame:
     source: PromptSource
     held_out: list[Prompt]
     scorer: Scorer
+    reward_model: ModelReward | None  # which waits for the role to `serve`
 
     def prober(self, policy: ModelHandle, answered: SamplingParams) -> Prober:
         text = tuple(self.tokenizer.encode("The quick brown fox"))
@@ -81,13 +83,17 @@ async def make_frame(config: RLConfig, reward: RewardFunction | None, stack: Asy
     longest = max(data.max_prompt_tokens + config.sampling.max_tokens, PROBE_TOKENS + PROBE.max_tokens)
     source, held_out = train_source(data, tokenizer, config.seed), evaluation_source(data, tokenizer)
     given = {} if reward is None else {function_name(reward): reward}
+    judge: ModelReward | None = None
+    if (name := config.reward_model.model) is not None:
+        judge = ModelReward(load_tokenizer(name), tokenizer, name, context_length(name))
     return Frame(
         config=config,
         tokenizer=tokenizer,
         context=longest if context is None else min(longest, context),
         source=source,
         held_out=[] if held_out is None else prompts(held_out),
-        scorer=await stack.enter_async_context(make_scorer(config.reward, given)),
+        scorer=await stack.enter_async_context(make_scorer(config.reward, given, judge)),
+        reward_model=judge,
     )
 
 

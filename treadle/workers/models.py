@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from treadle.algorithms.base import Algorithm
 from treadle.controller.host import LOOPBACK, free_port
 from treadle.controller.verbs import everywhere, one, sharded
-from treadle.handles import BackgroundSaving, Learned, Loss, Objective, Outputs, TrainingEngine, Weights
+from treadle.handles import BackgroundSaving, Learned, Loss, Objective, Outputs, Scoring, TrainingEngine, Weights
 from treadle.weights.stream import Address, Sent, Shipper
 
 if TYPE_CHECKING:
@@ -49,6 +49,14 @@ class ReferenceWorker(ModelWorker):
     @sharded
     def annotate(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"reference_logprob_T": self.engine.quantities(batch, {"logprob"})["logprob_T"]}
+
+
+class RewardModelWorker(ModelWorker):
+    """A frozen model that scores whole trajectories."""
+
+    @sharded
+    def score(self, batch: Batch) -> Mapping[str, Tensor]:
+        return {"score_N": cast(Scoring, self.engine).scores(batch)}
 
 
 class TrainedWorker(ModelWorker):

@@ -59,8 +59,8 @@ class TorchEngine:
     ) -> None:
         """`model` from `load_model`, on its device. `total_steps`: where a falling schedule reaches 0.
 
-        `head="value"` puts a scalar head on the model's last hidden states. Raises `ModelError` for an architecture
-        that cannot run packed.
+        `head="value"` puts a scalar head on the model's last hidden states: its own if it is a reward model. Raises
+        `ModelError` for an architecture that cannot run packed.
 
         With a mesh (`make_mesh`), `model` comes from `load_sharded`, and every method but `close` is a collective: all
         ranks call it, in the same order, each with its own rows, of which a rank may have none. What they find about
@@ -103,6 +103,16 @@ class TorchEngine:
             part = numbered.select(rows)
             value_T[part.compact().extras_T["at"]], bootstrap_N[rows] = self.network.values(part)
         return value_T, bootstrap_N
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> Tensor:
+        """Value of the state after each trajectory's last token, [N], float32. Each has a pass of its own, so that no
+        bit of it depends on what else is in the batch."""
+        score_N = torch.zeros(len(batch), dtype=self.network.accurate)
+        ended = batch.replace(truncated_N=torch.ones_like(batch.truncated_N), mask_T=torch.zeros_like(batch.mask_T))
+        for row in passes(self.network, [[n] for n in range(len(batch))]):
+            score_N[row] = self.network.values(ended.select(row))[1]
+        return score_N
 
     def step(self, batch: Batch, objective: Objective) -> Statistics:
         """One optimizer step on one mini-batch.

@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs in and out: load a model, load a tokenizer, write a directory that loads again."""
+"""Hugging Face causal LMs and reward models in and out: load a model, load a tokenizer, find a model's tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from treadle.attention import install
@@ -27,35 +30,52 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_SCORES = "ForSequenceClassification"
 
 
-def load_model(path: str, dtype: str) -> Any:
+def load_model(path: str, dtype: str, scores: bool = False) -> Any:
     """A causal LM from a directory or a hub name, on the GPU if there is one, attending through plans, without dropout.
 
-    Dropout is set to zero whatever the configuration says: with it the KL of two equal policies is not zero.
-    Raises `ModelError` naming the path when it is missing, damaged, incomplete or not a causal LM.
+    With `scores` a reward model: a `…ForSequenceClassification` of a decoder, with one score. Dropout is set to zero
+    whatever the configuration says: with it the KL of two equal policies is not zero. Raises `ModelError` naming the
+    path when it is missing, damaged, incomplete or not of that kind.
     """
-    model = _read(path, dtype)
+    model = _read(path, dtype, scores)
     if torch.cuda.is_available():  # not run by the tests
         model.cuda()
     return model
 
 
-def load_sharded(path: str, dtype: str, mesh: DeviceMesh) -> Any:
+def load_sharded(path: str, dtype: str, mesh: DeviceMesh, scores: bool = False) -> Any:
     """A model for `TorchEngine(..., mesh=mesh)`: rank 0's is that of `load_model`, on the CPU; the others' have no
     weights until the engine spreads them.
 
     A collective: every rank calls it, and a failure of one, as in `load_model`, is raised by all.
     """
-    return together(lambda: _read(path, dtype) if dist.get_rank() == 0 else _described(*_checked(path), dtype), mesh)
+
+    def load() -> Any:
+        return _read(path, dtype, scores) if dist.get_rank() == 0 else described(path, dtype, scores)
+
+    return together(load, mesh)
 
 
-def _read(path: str, dtype: str) -> Any:
-    directory, config = _checked(path)
+def has_score(path: str) -> bool:
+    """Whether this is a reward model: its last layer gives scores in place of logits."""
+    return any(str(name).endswith(_SCORES) for name in _configuration(path)[1].architectures or ())
+
+
+def described(path: str, dtype: str, scores: bool = False) -> Any:
+    """The model of `load_model` without its weights, on the meta device."""
+    return _described(path, _checked(path, scores)[1], dtype, scores)
+
+
+def _read(path: str, dtype: str, scores: bool) -> Any:
+    directory, config = _checked(path, scores)
     logging.disable_progress_bar()
-    _described(path, config, dtype)  # a configuration that describes no model shows before the weights are read
+    # A configuration that describes no model shows before the weights are read.
+    _described(path, config, dtype, scores)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _kind(scores).from_pretrained(
             directory, config=config, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except Exception as error:
@@ -67,28 +87,44 @@ def _read(path: str, dtype: str) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model '{path}' lacks {len(missing)} tensors of a {type(model).__name__}, '{missing[0]}' first; "
-            "is it the export of a causal language model?"
+            f"is it the export of a {'reward' if scores else 'causal language'} model?"
         )
     install(model)
     return model.eval()
 
 
-def _checked(path: str) -> tuple[str, Any]:
-    """The directory and the configuration of a causal LM, without dropout."""
+def _kind(scores: bool) -> Any:
+    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+
+
+def _checked(path: str, scores: bool) -> tuple[str, Any]:
+    """The directory and the configuration of a causal LM or a reward model, without dropout."""
     directory, config = _configuration(path)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"model '{path}' is a {config.model_type}, not a causal language model; choose one that is")
+    if scores and (not has_score(path) or config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+        raise ModelError(
+            f"model '{path}' is a {', '.join(config.architectures or [config.model_type])}, which gives no score; "
+            f"choose a reward model, a …{_SCORES} of a causal language model"
+        )
+    if scores and config.num_labels != 1:
+        raise ModelError(f"model '{path}' gives {config.num_labels} scores; a reward model must give one (num_labels)")
+    if not scores and has_score(path):
+        raise ModelError(
+            f"model '{path}' is a {config.architectures[0]}, a reward model that generates nothing; choose a causal "
+            "language model here (this one can be reward_model.model, or critic.model)"
+        )
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
     return directory, config
 
 
-def _described(path: str, config: Any, dtype: str) -> Any:
+def _described(path: str, config: Any, dtype: str, scores: bool) -> Any:
     """The model that a configuration describes, without weights."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            model = _kind(scores).from_config(config, dtype=getattr(torch, dtype))
     except Exception as error:
         raise _unusable(path, error) from error
     install(model)
@@ -129,6 +165,15 @@ def check_vocabulary(policy: Any, other: Any, tokenizer: Any, role: str) -> None
         raise ModelError(
             f"the {role} '{other.name_or_path}' has a vocabulary of {known} tokens, the policy '{policy.name_or_path}' "
             f"uses {needed}; choose a {role} with the policy's vocabulary"
+        )
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raises `ModelError` if the model has no embedding for a token that its own tokenizer makes."""
+    if (known := _vocabulary(model)) < (needed := max(tokenizer.get_vocab().values()) + 1):
+        raise ModelError(
+            f"model '{model.name_or_path}' has a vocabulary of {known} tokens, its tokenizer makes {needed}; they do "
+            "not belong together"
         )
 
 

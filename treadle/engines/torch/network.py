@@ -63,18 +63,16 @@ class Network:
         self.decoder: nn.Module = model.get_decoder()
         self.name = type(model).__name__
         self.lm_head = model.get_output_embeddings()
-        if self.lm_head is None:
+        if self.lm_head is None and head == "lm":
             raise ModelError(f"{self.name} has no language-model head")
         self.settings: dict[str, Any] = model.config.get_text_config().to_dict()
         self.rule = LogitRule.of(self.settings)
-        weight = self.lm_head.weight
+        weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype  # that compute
         self.accurate = accurate_dtype(self.dtype)
         self.value_head: nn.Linear | None = None
-        if head == "value":  # starts at zero: at first every state is worth the same
-            self.value_head = nn.Linear(weight.shape[1], 1, dtype=self.accurate, device=self.device)
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+        if head == "value":
+            self.value_head = _value_head(model, weight.shape[1], self.accurate, self.device)
         self.root = Root(model, self.value_head)
         self.layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.recomputed = self.layers if recompute else []
@@ -203,7 +201,7 @@ class Network:
     @torch.no_grad()
     def prove(self) -> None:
         """Laid-out sequences, two of which share what they begin with, must give the logits that the model itself gives
-        for each alone.
+        for each alone; of a model that has none, the last hidden states.
 
         That finds an architecture that does not pass the plan on, or that does to its logits what `LogitRule` does not
         know. Layers that mix neighbours in another way (convolutions, state spaces) leak too little for numbers to
@@ -214,7 +212,7 @@ class Network:
             raise ModelError(
                 f"{self.name} has {sorted(kinds)} layers, which cannot run packed; use another architecture"
             )
-        vocabulary = self.lm_head.weight.shape[0]
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
         random = torch.Generator().manual_seed(0)
         shared, *ends, other = (torch.randint(vocabulary, (n,), generator=random) for n in (5, 3, 6, 9))
         sequences = [*(torch.cat([shared, end]) for end in ends), other]
@@ -242,11 +240,23 @@ class Network:
                 )
 
     def _logits(self, layout: Layout) -> Tensor:
-        return logits(self.hidden(layout), self.lm_head.weight, self.lm_head.bias, self.rule)
+        hidden_SE, head = self.hidden(layout), self.lm_head
+        return hidden_SE if head is None else logits(hidden_SE, head.weight, head.bias, self.rule)
 
     def _alone(self, token_S: Tensor) -> Tensor:
-        """The model's own logits, [S, V]."""
-        return self.model(input_ids=token_S[None].to(self.device), use_cache=False).logits[0]
+        """The model's own logits, [S, V], or last hidden states, [S, E]."""
+        given: dict[str, Any] = {"input_ids": token_S[None].to(self.device), "use_cache": False}
+        return self.decoder(**given).last_hidden_state[0] if self.lm_head is None else self.model(**given).logits[0]
+
+
+def _value_head(model: Any, width: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """That of a reward model; elsewhere a new one, all zeros: at first every state is worth the same."""
+    score = dict(model.named_children()).get("score")
+    head = nn.Linear(width, 1, bias=score is None or score.bias is not None, dtype=dtype, device=device)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.zero_() if score is None else parameter.copy_(score.get_parameter(name))
+    return head
 
 
 def _recompute(layer: nn.Module, function: Any, *args: Any) -> Any:

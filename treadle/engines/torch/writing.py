@@ -7,27 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
-from treadle.engines.torch.model import find, load_tokenizer
+from treadle.engines.torch.model import described, find, load_tokenizer
 from treadle.errors import ModelError
 from treadle.weights.stream import cut
 
 FILE_BYTES = 5_000_000_000
 
 
-def skeleton(path: str) -> Any:
-    """The causal LM of a directory or hub name on the meta device, with its settings for generation."""
+def skeleton(path: str, scores: bool = False) -> Any:
+    """The causal LM (or, with `scores`, the reward model) of a directory or hub name on the meta device, with its
+    settings for generation."""
+    model = described(path, "float32", scores)
     directory = find(path)
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a strange configuration causes
-        raise ModelError(f"model '{path}': its config.json cannot be used: {error!s:.300}") from error
     if (Path(directory) / "generation_config.json").exists():
         try:
             model.generation_config = GenerationConfig.from_pretrained(directory)

@@ -48,14 +48,16 @@ class VllmEngine(Pool):
         decoder: Decoder | None,
         directory: Path,
         extension: str = EXTENSION,
+        overlaps: bool = True,
     ) -> VllmEngine:
         """Running engines over the model of a directory, which serve once they have had a publish.
 
-        `context`: tokens of the longest prompt and answer together; `directory`: of the run. Raises what is wrong with
-        the model or the machine as one `ModelError` or `RolloutError`, everything that was started ended.
+        `context`: tokens of the longest prompt and answer together; `directory`: of the run; `overlaps`: training may
+        compute while they do. Raises what is wrong with the model or the machine as one `ModelError` or `RolloutError`,
+        everything that was started ended.
         """
         logs = _logs()
-        launch = Launch(model, dtype, context, config, logs / "vllm.log", extension)
+        launch = Launch(model, dtype, context, config, logs / "vllm.log", extension, overlaps=overlaps)
         limits = Limits(
             replicas=config.replicas,
             vocabulary=vocabulary,

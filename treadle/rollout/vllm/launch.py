@@ -53,6 +53,7 @@ class Launch:
     log: Path  # what the engines say
     extension: str = EXTENSION
     sleeps: bool = False  # it gives device memory back while others use it
+    overlaps: bool = True  # others may compute while it does
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's engine. Weights come with the first publish, so none are read: nothing that a publish left out can
@@ -99,11 +100,13 @@ class Launch:
             threads = self.config.threads or max(cores // processes, 1)
             found |= {
                 "OMP_NUM_THREADS": str(threads),
-                "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the trainer's cores
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "TORCH_COMPILE_DISABLE": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
+            # Threads that spin take the trainer's cores; those that do not are a tenth slower. libgomp spins ten times
+            # longer by itself, which two programs on the same cores never recover from.
+            found |= {"OMP_WAIT_POLICY": "PASSIVE"} if self.overlaps else {"GOMP_SPINCOUNT": "10000"}
             if self.config.tensor_parallel == self.config.data_parallel == 1:
                 found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # model and scheduler are one process
         return found

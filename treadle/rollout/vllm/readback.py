@@ -23,7 +23,7 @@ from torch import Tensor
 from treadle.errors import WeightSyncError
 from treadle.weights.digest import Manifest, describe
 
-COLUMNS = 4
+COLUMNS = 2
 _WEIGHT = ".weight"
 
 

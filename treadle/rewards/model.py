@@ -1,0 +1,97 @@
+"""What a reward model, named by `reward_model.model`, says of the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treadle.batch import Batch
+from treadle.errors import ModelError, RewardError
+from treadle.types import Ended, Group, Kind, Provenance, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from treadle.handles import ScoringHandle
+
+
+class ModelReward:
+    """Scores trajectories with a model of some role, which is told to `serve` once it is there.
+
+    A reward model has a tokenizer and a chat template of its own, so it reads the conversation as it was taught to. One
+    without a template reads the very tokens of the policy, whose vocabulary it must have.
+    """
+
+    def __init__(self, tokenizer: Any, policy_tokenizer: Any, name: str, context: int | None) -> None:
+        """`context`: tokens that the model called `name` reads at most; None: no limit is known.
+
+        Raises `ModelError` where it has neither a chat template nor the policy's vocabulary.
+        """
+        self._tokenizer, self._name, self._context = tokenizer, name, context
+        if not tokenizer.chat_template and tokenizer.get_vocab() != policy_tokenizer.get_vocab():
+            raise ModelError(
+                f"the reward model '{name}' has no chat template, so it would read the policy's tokens, but their "
+                "vocabularies differ; give its tokenizer the chat template that it was trained with"
+            )
+        self._model: ScoringHandle | None = None
+        self._turn = asyncio.Lock()
+        self._waiting: list[tuple[Trajectory, asyncio.Future[float]]] = []
+
+    def serve(self, model: ScoringHandle) -> None:
+        """Ask this one from now on."""
+        self._model = model
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        """Its score. Raises `RewardError` for a conversation that the model cannot read."""
+        score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._read(trajectory), score))
+        try:
+            async with self._turn:  # those that come meanwhile are asked about together
+                if not score.done():
+                    await self._ask()
+            return score.result()
+        finally:
+            score.cancel()  # where nobody waits for it any more
+
+    async def _ask(self) -> None:
+        """Fill in all that wait."""
+        assert self._model is not None
+        asked, self._waiting = [one for one in self._waiting if not one[1].done()], []
+        try:
+            rows = [Group(n, t.prompt, (Sample(str(n), Kind.TRAIN, (t,)),)) for n, (t, _) in enumerate(asked)]
+            found = (await self._model.score(Batch.pack(rows)))["score_N"].tolist()
+        except BaseException:  # of one caller: the others ask for themselves
+            self._waiting = asked + self._waiting
+            raise
+        for (_, score), value in zip(asked, found, strict=True):
+            if not score.done():
+                score.set_result(value)
+
+    def _read(self, trajectory: Trajectory) -> Trajectory:
+        """The tokens that the model reads, none of them to be trained."""
+        tokens: Sequence[int] = trajectory.token_T.tolist()
+        if self._tokenizer.chat_template:
+            try:
+                text = self._tokenizer.apply_chat_template(list(trajectory.messages), tokenize=False)
+            except Exception as error:  # a template is a program, and may raise anything
+                raise RewardError(
+                    f"prompt {trajectory.prompt.id!r}: the chat template of the reward model '{self._name}' refuses "
+                    f"this conversation: {error}"
+                ) from error
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        if not tokens or (self._context is not None and len(tokens) > self._context):
+            raise RewardError(
+                f"prompt {trajectory.prompt.id!r}: its conversation has {len(tokens)} tokens, and the reward model "
+                f"'{self._name}' reads 1 to {self._context or 'any number'}; lower data.max_prompt_tokens or "
+                "sampling.max_tokens, or choose another model"
+            )
+        return Trajectory(
+            prompt=trajectory.prompt,
+            token_T=np.array(tokens, np.int64),
+            provenance_T=np.full(len(tokens), Provenance.PROMPT, np.uint8),
+            logprob_T=np.full(len(tokens), np.nan, np.float32),
+            version_T=np.full(len(tokens), -1, np.int32),
+            turn_ends=(),
+            ended=Ended.TERMINATED,
+        )
