@@ -24,7 +24,7 @@ from treadle.batch import Batch
 from treadle.engines.speed import cost_of, matrix_rate
 from treadle.errors import ConfigError, RewardError, TrainingError
 from treadle.metrics import OURS, Metric, Registry, pattern
-from treadle.recipes.measure import Speed, Work, measure_batch, measure_evaluation, pass_at
+from treadle.recipes.measure import Speed, Work, measure_batch, measure_evaluation, measure_speed, pass_at
 from treadle.runs.metrics import read_rows
 from treadle.runs.samples import read_samples
 from treadle.types import Correlation, Group, Kind, Mean, Reward, Sample, Spread, Trajectory, merge
@@ -343,10 +343,53 @@ def test_a_prompt_of_a_group_is_computed_once() -> None:
         looked += 1 + 2  # the prompt's two tokens
         looked += sum(position + 1 for r in responses for position in range(2, 2 + r))
     assert work.pairs == looked
-    speed = Speed(1.0, {"policy": treadle_cost(10, 100, 1)})
+    speed = Speed({}, {}, {"policy": treadle_cost(10, 100, 1)})
     assert speed.operations(work, {"policy": 3}) == 3 * (10 * work.tokens + 100 * work.sampled + work.pairs)
     first = Work.of(batch, torch.tensor([True, False, False, False, False, False]))
     assert (first.tokens, first.sampled) == (4, 2)
+
+
+SECONDS = {"generate": 2.0, "observe": 1.0, "update": 4.0, "publish": 1.0}
+
+
+def measured(speed: Speed, seconds: dict[str, float], overlap: bool = False) -> dict[str, float]:
+    """Of one step of PPO on the batch above."""
+    batch = Batch.pack([group(1), group(2)])
+    batch = batch.replace(advantage_T=batch.mask_T.float()).mark_signal()
+    found = measure_speed(batch, seconds, PPO(), ["policy", "critic"], speed, overlap)
+    return {name: statistic.value for name, statistic in found.items()}
+
+
+def test_shares_are_of_the_devices_at_work() -> None:
+    """21 tokens pass through each of two models of 10 operations a token: forward once, and thrice in the update."""
+    costs: Any = {role: treadle_cost(10, 0, 0) for role in ("policy", "critic")}
+    pools: Any = {"policy": "train", "critic": "look", "rollout": "generate"}
+    found = measured(Speed({"train": 400.0, "look": 100.0, "generate": 200.0}, pools, costs), SECONDS)
+    assert found["time/generate/tokens_per_second"] == 17 / 2
+    assert found["time/generate/matrix_share"] == pytest.approx(210 / (2 * 200))
+    assert found["time/observe/matrix_share"] == pytest.approx(2 * 210 / (1 * 500))
+    assert found["time/update/tokens_per_second"] == 2 * 21 / 4
+    assert found["time/update/matrix_share"] == pytest.approx(2 * 630 / (4 * 500))
+
+
+def test_a_rate_that_was_measured_beside_other_work_is_corrected() -> None:
+    costs: Any = {role: treadle_cost(10, 0, 0) for role in ("policy", "critic")}
+    pools: Any = dict.fromkeys(("policy", "critic", "rollout"), "here")
+    speed = Speed({"here": 50.0}, pools, costs)
+    found = measured(speed, SECONDS)
+    assert speed.rates == {"here": pytest.approx(2 * 210 / 1)}  # of the fastest stage
+    assert found["time/observe/matrix_share"] == pytest.approx(1.0)
+    assert found["time/update/matrix_share"] == pytest.approx(2 * 630 / 4 / 420)
+    # Generation that went on during other stages was waited for a moment only, and says nothing of the rate.
+    overlapped = measured(speed, SECONDS | {"generate": 1e-6}, overlap=True)
+    assert speed.rates == {"here": pytest.approx(2 * 210 / 1)}
+    assert "time/generate/tokens_per_second" not in overlapped
+
+
+def test_tokens_are_counted_where_operations_are_not_known() -> None:
+    pools: Any = dict.fromkeys(("policy", "critic", "rollout"), "here")
+    found = measured(Speed({"here": 1.0}, pools, None), SECONDS)
+    assert set(found) == {f"time/{stage}/tokens_per_second" for stage in ("generate", "observe", "update")}
 
 
 def treadle_cost(token: float, logits: float, pair: float) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    CTRLConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
@@ -30,7 +32,7 @@ from tests.runs import books, metrics, samples, settings
 from treadle.batch import Batch
 from treadle.engines.torch.config import Config
 from treadle.engines.torch.engine import TorchEngine
-from treadle.engines.torch.model import load_model
+from treadle.engines.torch.model import load_model, reach
 from treadle.errors import ConfigError, ModelError, RewardError, WorkerError
 from treadle.recipes.config import RLConfig
 from treadle.rewards.config import RewardConfig
@@ -80,6 +82,11 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+def tokens_of(model: Path) -> int:
+    """Of its tokenizer, but for special ones that were added."""
+    return AutoTokenizer.from_pretrained(model).vocab_size
+
+
 class Handle:
     """A model that says how many tokens it was given, when it is let."""
 
@@ -96,9 +103,9 @@ class Handle:
         return {"score_N": batch.length_N.float()}
 
 
-def reading(model: Path, policy: Path, context: int | None = None) -> ModelReward:
+def reading(model: Path, policy: Path, context: int | None = None, vocabulary: int = 384) -> ModelReward:
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (model, policy))
-    return ModelReward(ours, theirs, "judge", context)
+    return ModelReward(ours, theirs, "judge", context, vocabulary)
 
 
 # ---------------------------------------------------------------------- the engine
@@ -125,6 +132,36 @@ def test_a_score_has_the_same_bits_in_any_company(reward_model: Path) -> None:
         assert torch.equal(engine.scores(batch.select([n])), together_N[n : n + 1])
     half = batch.replace(group_N=torch.zeros_like(batch.group_N)).select(range(1, 24, 2))
     assert torch.equal(engine.scores(half), together_N[1::2])
+
+
+def test_padding_at_the_end_is_not_scored(tiny_model: Path, tmp_path: Path) -> None:
+    """Many reward models have one token for both: they were trained on the state before it, wherever it ends a text."""
+    path = make_reward_model(tmp_path, tiny_model, pad_token_id=7)
+    engine, judge = engine_of(path), Judge(path)
+    batch = make_batch([(5, 3), (4, 2), (2, 0), (1, 1)])
+    token_T = batch.token_T.clone()
+    token_T[[7, 12, 13, 14, 15]] = 7  # one at the end, two, and nothing else
+    token_T[2] = 7  # in the middle
+    found_N = engine.scores(batch.replace(token_T=token_T))
+    rows = token_T.split(batch.length_N.tolist())
+    expected = [judge.tokens(row.tolist()) for row in rows]
+    assert found_N[:2].tolist() == pytest.approx(expected[:2], abs=1e-5)
+    assert found_N[0].item() == pytest.approx(judge.tokens(rows[0][:-1].tolist()), abs=1e-5)
+    assert found_N[2:].isfinite().all()  # nothing but padding: no answer is right
+
+
+def test_a_model_whose_score_has_another_form_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Its head would not be found, and every score be 0."""
+    path = make_reward_model(tmp_path, tiny_model, CTRLConfig, n_embd=32, dff=64, n_layer=2, n_head=2)
+    with pytest.raises(ModelError, match="CTRLForSequenceClassification, whose score is not made by one matrix"):
+        load_model(str(path), "float32", True)
+
+
+def test_what_it_reads_ends_at_its_sliding_window(tiny_model: Path, tmp_path: Path) -> None:
+    path = make_reward_model(tmp_path, tiny_model, MistralConfig, sliding_window=16, max_position_embeddings=4096)
+    assert reach(str(path)) == (16, 384)
+    long = make_reward_model(tmp_path / "long", tiny_model, LlamaConfig, max_position_embeddings=512)
+    assert reach(str(long)) == (512, 384)
 
 
 def test_half_precision_stays_near(reward_model: Path) -> None:
@@ -251,6 +288,34 @@ async def test_a_model_that_fails_ends_the_run_and_is_not_asked_again(reward_mod
 
 
 @in_a_loop
+async def test_a_model_that_fails_fails_all_that_wait_and_leaves_no_function_running(
+    reward_model: Path, tiny_model: Path
+) -> None:
+    reward, handle = reading(reward_model, tiny_model), Handle()
+    reward.serve(handle)
+    ended: list[str] = []
+
+    async def slow(trajectory: Trajectory) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+        return 0.0
+
+    config = RewardConfig(functions={"model": 1.0, "m:slow": 1.0}, retries=0)
+    async with make_scorer(config, {"m:slow": slow}, reward) as scorer:
+        calls = [asyncio.ensure_future(scorer(trajectory("one", "y" * n))) for n in range(5)]
+        await asyncio.sleep(0.05)
+        handle.error = WorkerError("rank 1 died")
+        handle.go.set()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(one, WorkerError) for one in found)
+    assert ended == ["slow"] * 5
+    assert len(handle.asked) == 2  # the first, and the others together
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_a_loop
 async def test_it_waits_for_its_turn_without_the_limit_of_functions(reward_model: Path, tiny_model: Path) -> None:
     reward, handle = reading(reward_model, tiny_model), Handle()
     reward.serve(handle)
@@ -289,6 +354,11 @@ async def test_a_conversation_that_cannot_be_read(reward_model: Path, tiny_model
     strict = make_reward_model(tmp_path, tiny_model, template="{{ raise_exception('no system here') }}")
     with pytest.raises(RewardError, match=r"template of the reward model 'judge' refuses this .*no system"):
         await reading(strict, tiny_model)(trajectory("one", "two"))
+    with pytest.raises(RewardError, match="has no messages for the reward model to read"):
+        await reward(replace(trajectory("one", "two"), messages=()))
+    small = reading(reward_model, tiny_model, vocabulary=tokens_of(tiny_model))
+    with pytest.raises(RewardError, match=r"knows 2\d\d tokens, and its tokenizer made token 2\d\d of this"):
+        await small(trajectory("<|end|>", "<|pad|>"))
     silent = reading(make_reward_model(tmp_path / "silent", tiny_model, template="{{ '' }}"), tiny_model)
     with pytest.raises(RewardError, match="has 0 tokens"):
         await silent(trajectory("one", "two"))
@@ -358,5 +428,5 @@ def test_ppo_with_a_critic_that_begins_as_the_reward_model(
 def test_a_tokenizer_that_is_not_the_models(tiny_model: Path, tmp_path: Path) -> None:
     path = make_reward_model(tmp_path / "model", tiny_model, vocab_size=100)
     more: dict[str, Any] = {"reward": "model", "reward_model": {"model": str(path)}}
-    with pytest.raises(ModelError, match="has a vocabulary of 100 tokens, its tokenizer makes"):
+    with pytest.raises(ModelError, match=r"knows 100 tokens, and its tokenizer makes 2\d\d; they do not belong"):
         treadle.train(settings(tmp_path, tiny_model, **more))

@@ -127,27 +127,44 @@ def test_requests_wake_generation_once_training_was_idle_as_long_as_a_hand_over(
 
 def test_a_patient_call_waits_for_the_last_request() -> None:
     async def main(stage: Stage) -> None:
+        await stage.compute("step")  # until 3
         with stage.turns.request():
+            await asyncio.sleep(97)
             with stage.turns.request():
                 score = asyncio.ensure_future(stage.compute("score", patient=True))
-                await asyncio.sleep(10)
-            await asyncio.sleep(10)
+                await asyncio.sleep(5)
+            await asyncio.sleep(5)
         await score
 
-    assert staged(main).told == ["20 sleep", "22 score"]
+    assert staged(main).told == ["0 sleep", "2 step", "5 wake", "110 sleep", "112 score"]
 
 
 def test_a_patient_call_goes_when_training_has_the_devices_anyway() -> None:
     """And generation waits for its end, as it does for that of any other."""
 
     async def main(stage: Stage) -> None:
+        await stage.compute("step")  # until 3
         with stage.turns.request():
+            await asyncio.sleep(97)
             score = asyncio.ensure_future(stage.compute("score", 5.0, patient=True))
             await asyncio.sleep(10)
             await stage.compute("step")
             await asyncio.gather(stage.load(), score)
 
-    assert staged(main).told == ["10 sleep", "12 score", "12 step", "17 wake", "19 load"]
+    told = staged(main).told
+    assert told == ["0 sleep", "2 step", "5 wake", "110 sleep", "112 score", "112 step", "117 wake", "119 load"]
+
+
+def test_a_patient_call_waits_ten_hand_overs_at_most() -> None:
+    """Requests may be those of answers that nobody waits for yet."""
+
+    async def main(stage: Stage) -> None:
+        await stage.compute("step")  # until 3; a hand-over takes 2
+        with stage.turns.request():
+            await asyncio.sleep(97)
+            await stage.compute("score", patient=True)
+
+    assert staged(main).told == ["0 sleep", "2 step", "5 wake", "120 sleep", "122 score"]
 
 
 def test_training_waits_for_a_load_and_a_load_for_training() -> None:

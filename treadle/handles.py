@@ -139,7 +139,7 @@ class Scoring(Protocol):
     """What a training engine can do, too: one that holds a reward model must."""
 
     def scores(self, batch: Batch) -> Tensor:
-        """The score of each trajectory as a whole, float32 [N]: the same bits whatever else is in the batch."""
+        """The score of each trajectory as a whole, [N]: the same bits whatever else is in the batch."""
         ...
 
 
@@ -204,7 +204,7 @@ class ScoringHandle(Protocol):
     """A reward model."""
 
     async def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """`score_N`, float32, of each trajectory as a whole."""
+        """`score_N`, of each trajectory as a whole."""
         ...
 
 

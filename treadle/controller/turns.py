@@ -5,8 +5,8 @@
     generation() ◄── generation wakes ◄── training leaves ◄──┘  for a load: at once; for requests: after a while
 
 Training goes first: its calls interrupt generation between two tokens, which waits with its tokens kept. A reward
-model's do not: they wait until no request is left, or training has the devices anyway. The program that makes these
-calls knows nothing of it.
+model's wait until no request is left, or training has the devices anyway, but for no more than `_PATIENCE` hand-overs.
+The program that makes these calls knows nothing of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from treadle.errors import WorkerError
 Side = Literal["training", "generation"]
 Move = Callable[[], Awaitable[None]]
 _MOMENT = 1e-3  # seconds for which nobody waits
+_PATIENCE = 10  # hand-overs; so the two that such a call costs are a sixth of the time at most
 
 
 class Turns:
@@ -31,7 +32,7 @@ class Turns:
         """Hand-overs so far, and what they took."""
         self._side: Side | None = "generation"  # None: on the way from one to the other
         self._computing = 0  # calls of training, those that wait included
-        self._patient = 0  # those of them that interrupt no request
+        self._patient: list[float] = []  # since when those of them that interrupt no request have been there
         self._loading = 0  # what generation must be awake for, those that wait included
         self._requests = 0  # that generation has not answered
         self._idle = 0.0  # since when training has had nothing to do
@@ -56,17 +57,19 @@ class Turns:
 
     @asynccontextmanager
     async def compute(self, patient: bool = False) -> AsyncIterator[None]:
-        """A call of training; a `patient` one interrupts no request. Raises `WorkerError` where the devices could not
-        be handed over."""
+        """A call of training; a `patient` one lets requests go on for a while. Raises `WorkerError` where the devices
+        could not be handed over."""
+        since = _now()
         self._computing += 1
-        self._patient += patient
+        self._patient += [since] if patient else []
         self._changed.set()
         try:
             await self._until("training")
             yield
         finally:
             self._computing -= 1
-            self._patient -= patient
+            if patient:
+                self._patient.remove(since)
             self._idle = _now()
             self._changed.set()
 
@@ -104,11 +107,10 @@ class Turns:
         try:
             while True:
                 if self._side == "generation":
-                    urgent = self._computing > self._patient or (self._patient and not self._requests)
-                    if urgent and not self._loading:
+                    if (left := self._wait()) is not None and left < _MOMENT:
                         await self._hand_over(sleep, "training")
                     else:
-                        await self._news()
+                        await self._news(left)
                 elif (left := self._patience()) is not None and left < _MOMENT:
                     await self._hand_over(wake, "generation")
                 else:
@@ -117,6 +119,14 @@ class Turns:
             self._error = error
             self._let_go()
             failed(error)
+
+    def _wait(self) -> float | None:
+        """Seconds until generation should sleep, if nothing changes before; None: it should not."""
+        if not self._computing or self._loading:
+            return None
+        if self._computing > len(self._patient) or not self._requests:
+            return 0.0
+        return min(self._patient) + _PATIENCE * self._took - _now()
 
     def _patience(self) -> float | None:
         """Seconds until generation should wake, if nothing changes before; None: it should not.

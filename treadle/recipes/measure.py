@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from treadle.algorithms.base import Algorithm, Role
     from treadle.batch import Batch
+    from treadle.controller.config import Place
     from treadle.handles import Cost, RolloutHandle
     from treadle.runs.progress import Progress
 
@@ -204,7 +205,8 @@ FAR = 20.0
 def measure_speed(
     batch: Batch, seconds: Mapping[str, float], algorithm: Algorithm, roles: Sequence[Role], speed: Speed, overlap: bool
 ) -> Statistics:
-    """Tokens a second and share of the machine's matrix rate, by stage; `roles` were updated.
+    """Tokens a second by stage and, where operations are known, the share of the matrix rate of the devices at work;
+    `roles` were updated.
 
     `overlap`: generation goes on during other stages, so its own seconds say nothing.
     """
@@ -212,25 +214,30 @@ def measure_speed(
     observed = algorithm.before_advantages | algorithm.passes_before_loss
     whole, run = Work.of(batch, tokens_N | batch.baseline_N), Work.of(batch, tokens_N)
     learned = Work.of(batch, tokens_N & batch.signal_N)
-    # Forward passes of each role; a backward pass is as much as two.
-    stages: dict[str, tuple[Work, dict[Role, int]]] = {
-        "generate": (whole, {"policy": 1}),
-        "observe": (run, dict.fromkeys(observed, 1)),
-        "update": (learned, dict.fromkeys(roles, 3 * algorithm.config.epochs)),
+    # Forward passes of each role, a backward pass is as much as two; and where they are made.
+    stages: dict[str, tuple[Work, dict[Role, int], Collection[Place]]] = {
+        "generate": (whole, {"policy": 1}, ["rollout"]),
+        "observe": (run, dict.fromkeys(observed, 1), observed),
+        "update": (learned, dict.fromkeys(roles, 3 * algorithm.config.epochs), roles),
     }
     statistics: dict[str, Statistic] = {}
-    operations = {stage: speed.operations(work, passes) for stage, (work, passes) in stages.items()}
-    # A stage that did more than what was measured at the start shows that other work was in the way then.
-    speed.rate = max(speed.rate, *(operations[stage] / seconds[stage] for stage in stages if seconds[stage] > 0))
-    for stage, (work, passes) in stages.items():
-        took = seconds[stage]
+    everything = 0.0
+    everywhere: set[Place] = set()
+    for stage, (work, passes, places) in stages.items():
+        operations, took = speed.operations(work, passes), seconds[stage]
+        everything += operations
+        everywhere.update(places)
         if not passes or took <= 0 or (stage == "generate" and overlap):
             continue
         models = len(passes) * (algorithm.config.epochs if stage == "update" else 1)
         passed = work.sampled if stage == "generate" else work.tokens * models
         statistics[f"{TIME}{stage}/tokens_per_second"] = Mean(passed, took)
-        statistics[f"{TIME}{stage}/matrix_share"] = Mean(operations[stage], took * speed.rate)
-    statistics[f"{TIME}step/matrix_share"] = Mean(sum(operations.values()), sum(seconds.values()) * speed.rate)
+        speed.correct(places, operations / took)
+        statistics[f"{TIME}{stage}/matrix_share"] = Mean(operations, took * speed.rate(places))
+    whole_step = sum(seconds.values()) * speed.rate(everywhere)
+    statistics[f"{TIME}step/matrix_share"] = Mean(everything, whole_step)
+    if speed.costs is None:
+        return {name: value for name, value in statistics.items() if not name.endswith("/matrix_share")}
     return statistics
 
 
@@ -260,13 +267,26 @@ class Work:
 
 @dataclass(slots=True)
 class Speed:
-    """What operations are counted by, and the rate (operations a second) that they are compared with: that of a large
-    matrix product at the start, or of the fastest stage since."""
+    """What operations are counted by, and the rates (operations a second) that they are compared with: of each pool of
+    devices that of a large matrix product at the start, or of the fastest stage since."""
 
-    rate: float
-    costs: Mapping[Role, Cost]
+    rates: dict[str, float]
+    pools: Mapping[Place, str]  # where the roles work
+    costs: Mapping[Role, Cost] | None  # None: a model's operations do not follow from its shapes
+
+    def rate(self, places: Iterable[Place]) -> float:
+        """Of all devices that these roles work on."""
+        return sum(self.rates[pool] for pool in {self.pools[place] for place in places})
+
+    def correct(self, places: Collection[Place], reached: float) -> None:
+        """A stage that did more than was measured shows that other work was in the way then."""
+        if places and reached > (known := self.rate(places)):
+            self.rates |= {pool: self.rates[pool] * reached / known for pool in {self.pools[p] for p in places}}
 
     def operations(self, work: Work, passes: Mapping[Role, int]) -> float:
+        """In the forward passes of each role; 0 where they are not known."""
+        if self.costs is None:
+            return 0.0
         costs = [(self.costs[role], times) for role, times in passes.items()]
         return sum(
             times * (work.tokens * cost.token + work.sampled * cost.logits + work.pairs * cost.pair)

@@ -29,4 +29,4 @@ class System:
     observers: Mapping[Role, ModelHandle]  # every role, to look at a batch
     learners: Mapping[Role, TrainedHandle]  # those that train, too
     record: Recorder
-    speed: Speed | None = None  # None: a model's operations do not follow from its shapes, and no shares are reported
+    speed: Speed | None = None  # None: nobody measured

@@ -23,12 +23,18 @@ class ModelReward:
     without a template reads the very tokens of the policy, whose vocabulary it must have.
     """
 
-    def __init__(self, tokenizer: Any, policy_tokenizer: Any, name: str, context: int | None) -> None:
-        """`context`: tokens that the model called `name` reads at most; None: no limit is known.
+    def __init__(self, tokenizer: Any, policy_tokenizer: Any, name: str, context: int | None, vocabulary: int) -> None:
+        """`context`: tokens that the model called `name` reads at most (None: no limit is known), of `vocabulary` that
+        it knows.
 
-        Raises `ModelError` where it has neither a chat template nor the policy's vocabulary.
+        Raises `ModelError` where it has neither a chat template nor the policy's vocabulary, or another tokenizer.
         """
-        self._tokenizer, self._name, self._context = tokenizer, name, context
+        self._tokenizer, self._name, self._context, self._vocabulary = tokenizer, name, context, vocabulary
+        if tokenizer.vocab_size > vocabulary:
+            raise ModelError(
+                f"the reward model '{name}' knows {vocabulary} tokens, and its tokenizer makes {tokenizer.vocab_size}; "
+                "they do not belong together"
+            )
         if not tokenizer.chat_template and tokenizer.get_vocab() != policy_tokenizer.get_vocab():
             raise ModelError(
                 f"the reward model '{name}' has no chat template, so it would read the policy's tokens, but their "
@@ -52,18 +58,24 @@ class ModelReward:
                     await self._ask()
             return score.result()
         finally:
-            score.cancel()  # where nobody waits for it any more
+            if not score.cancel():  # nobody waits for it any more; what it holds has been told, or need not be
+                score.exception()
 
     async def _ask(self) -> None:
-        """Fill in all that wait."""
+        """Fill in all that wait, with what went wrong if need be."""
         assert self._model is not None
         asked, self._waiting = [one for one in self._waiting if not one[1].done()], []
         try:
             rows = [Group(n, t.prompt, (Sample(str(n), Kind.TRAIN, (t,)),)) for n, (t, _) in enumerate(asked)]
             found = (await self._model.score(Batch.pack(rows)))["score_N"].tolist()
-        except BaseException:  # of one caller: the others ask for themselves
+        except asyncio.CancelledError:  # of this caller alone: the others ask for themselves
             self._waiting = asked + self._waiting
             raise
+        except Exception as error:
+            for _, score in asked:
+                if not score.done():
+                    score.set_exception(error)
+            return
         for (_, score), value in zip(asked, found, strict=True):
             if not score.done():
                 score.set_result(value)
@@ -72,6 +84,11 @@ class ModelReward:
         """The tokens that the model reads, none of them to be trained."""
         tokens: Sequence[int] = trajectory.token_T.tolist()
         if self._tokenizer.chat_template:
+            if not trajectory.messages:
+                raise RewardError(
+                    f"prompt {trajectory.prompt.id!r}: its trajectory has no messages for the reward model to read; "
+                    "the agent must fill them in"
+                )
             try:
                 text = self._tokenizer.apply_chat_template(list(trajectory.messages), tokenize=False)
             except Exception as error:  # a template is a program, and may raise anything
@@ -85,6 +102,11 @@ class ModelReward:
                 f"prompt {trajectory.prompt.id!r}: its conversation has {len(tokens)} tokens, and the reward model "
                 f"'{self._name}' reads 1 to {self._context or 'any number'}; lower data.max_prompt_tokens or "
                 "sampling.max_tokens, or choose another model"
+            )
+        if (largest := max(tokens)) >= self._vocabulary:
+            raise RewardError(
+                f"prompt {trajectory.prompt.id!r}: the reward model '{self._name}' knows {self._vocabulary} tokens, "
+                f"and its tokenizer made token {largest} of this conversation"
             )
         return Trajectory(
             prompt=trajectory.prompt,

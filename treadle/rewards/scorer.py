@@ -57,7 +57,14 @@ class RewardScorer:
     async def __call__(self, trajectory: Trajectory) -> Reward:
         """Raises RewardError, naming function and prompt, when the retries are spent or the answer is no reward."""
         names = list(self._config.functions)
-        outcomes = await asyncio.gather(*(self._settled(name, trajectory) for name in names))
+        calls = [asyncio.ensure_future(self._settled(name, trajectory)) for name in names]
+        try:
+            outcomes = await asyncio.gather(*calls)
+        except BaseException:  # a role failed, or this call is to end
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
         rewards: dict[str, Reward] = {}
         for name, outcome in zip(names, outcomes, strict=True):
             if isinstance(outcome, RewardError):
@@ -78,7 +85,8 @@ class RewardScorer:
         await self.close()
 
     async def _settled(self, name: str, trajectory: Trajectory) -> Reward | RewardError:
-        """One function's reward, or why there is none: one that fails must not cancel its siblings in mid-call."""
+        """One function's reward, or why there is none: one that fails must not cancel its siblings in mid-call. Raises
+        what the reward model raises: then the run ends."""
         tries = self._config.retries + 1
         fault = ""
         for attempt in range(tries):
@@ -117,6 +125,8 @@ class RewardScorer:
 
 
 def _found(name: str) -> RewardFunction:
+    if name == MODEL:
+        raise ConfigError(f"reward.functions: {MODEL} is what a reward model says; name one in reward_model.model")
     thing = resolve(name, FOLDER, OFFERS)
     function: Any = thing.reward if isinstance(thing, ModuleType) else thing
     if not callable(function):

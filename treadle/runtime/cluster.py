@@ -20,13 +20,15 @@ from treadle.engines.torch.config import Config as TorchConfig
 from treadle.errors import ConfigError, WorkerError
 from treadle.handles import RewardFunction
 from treadle.recipes.config import RLConfig
+from treadle.recipes.measure import Speed
 from treadle.rollout.pool import Pool
 from treadle.rollout.remote import RemoteReplica
 from treadle.rollout.replicas import Limits, Member
-from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
+from treadle.runtime.parts import Frame, Parts, costs_of, engine_class, make_frame, whole
 from treadle.types import Completion, TokenRequest
 from treadle.weights.place import new_place
 from treadle.weights.publish import PROBE, SHORT_PROBE, ShippingPublisher
+from treadle.workers.gauge import Gauge
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker, RewardModelWorker
 from treadle.workers.rollout import RolloutWorker
 
@@ -82,27 +84,19 @@ async def cluster_parts(
     """Build everything, cheap things first, and close it in reverse."""
     from treadle.controller.ray import RayBackend
     from treadle.engines.speed import cost_of
-    from treadle.engines.torch.model import check_tokenizer, check_vocabulary, end_tokens, load_tokenizer, places
-    from treadle.engines.torch.writing import skeleton
+    from treadle.engines.torch.model import end_tokens
 
     async with AsyncExitStack() as stack:
         engine_class("rollout", config.rollout.name).check(config.rollout)
         models = _models(config, algorithm)
-        scoring = _scoring(models)
         pools = _pools(config, [*models, "rollout"])
         frame = await make_frame(config, reward, stack)
-        shapes = {role: skeleton(model, role in scoring) for role, model in models.items()}
-        for role, shape in shapes.items():
-            if role == "reward_model":
-                check_tokenizer(shape, load_tokenizer(models[role]))
-            else:
-                check_vocabulary(shapes["policy"], shape, frame.tokenizer, role)
-        if _in_process(config):
-            places(shapes["policy"])  # an error shows before anything starts
+        shapes = _shapes(config, models, frame.tokenizer)
         backend = await RayBackend.open(config.controller, pools)
         stack.push_async_callback(backend.close)
         _reachable(config, backend.reports)
 
+        rates = {name: await _rate(config, backend, name) for name in pools} if training else {}
         groups: dict[Place, Any] = {}
         turns = Turns()
         sharing = _sharing(config, models)
@@ -120,7 +114,10 @@ async def cluster_parts(
             rollout.share()
         if frame.reward_model is not None:
             frame.reward_model.serve(groups["reward_model"])
-        observed: tuple[Role, ...] = get_args(Role)
+        roles: tuple[Role, ...] = get_args(Role)
+        observers: dict[Role, Any] = {role: groups[role] for role in roles if role in groups}
+        costs = costs_of({role: shapes[role] for role in observers})
+        places: dict[Place, str] = {place: config.controller.pool_of(place) for place in (*groups, "rollout")}
         answered = PROBE if _in_process(config) else SHORT_PROBE
 
         yield Parts(
@@ -130,11 +127,17 @@ async def cluster_parts(
             publish=ShippingPublisher(
                 groups["policy"], rollout, frame.prober(groups["policy"], answered), config.on_publish
             ),
-            observers={role: groups[role] for role in observed if role in groups},
+            observers=observers,
             learners={role: groups[role] for role in algorithm.trains},
             export=partial(whole, lambda path: groups["policy"].write(path.absolute(), config.model)),
-            speed=None,
+            speed=Speed(rates, places, costs) if training else None,
         )
+
+
+async def _rate(config: RLConfig, backend: RayBackend, pool: str) -> float:
+    """Operations a second of matrix products on all ranks of a pool together."""
+    gauge: Any = await backend.group("gauge", pool, Gauge, partial(_gauge, config.trainer.dtype))
+    return config.controller.pool(pool).ranks * await gauge.rate()
 
 
 async def _closed(policy: Any) -> None:
@@ -189,11 +192,20 @@ def _models(config: RLConfig, algorithm: Algorithm) -> dict[Place, str]:
     return found
 
 
-def _scoring(models: Mapping[Place, str]) -> set[Place]:
-    """Those of these roles whose model ends in a score. A critic may begin as a reward model."""
-    from treadle.engines.torch.model import has_score
+def _shapes(config: RLConfig, models: Mapping[Place, str], tokenizer: Any) -> dict[Place, Any]:
+    """The roles' models without weights. Raises `ModelError` for what would fail on the cluster."""
+    from treadle.engines.torch.model import check_vocabulary, has_score, places
+    from treadle.engines.torch.writing import skeleton
 
-    return {role for role in models if role == "reward_model" or (role == "critic" and has_score(models[role]))}
+    shapes: dict[Place, Any] = {}
+    for role, model in models.items():  # the policy's first
+        scores = role == "reward_model" or (role == "critic" and has_score(model))  # a critic may begin as one
+        shapes[role] = skeleton(model, scores)
+        if role != "reward_model":  # which reads text
+            check_vocabulary(shapes["policy"], shapes[role], tokenizer, role)
+    if _in_process(config):
+        places(shapes["policy"])
+    return shapes
 
 
 def _pools(config: RLConfig, roles: list[Place]) -> dict[str, PoolConfig]:
@@ -256,6 +268,10 @@ def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Pla
     if config.reward_model.model is not None:
         found["reward_model"] = (RewardModelWorker, partial(_reward_model, config, config.reward_model.model))
     return found
+
+
+def _gauge(dtype: str, seat: Seat) -> Gauge:
+    return Gauge(dtype)
 
 
 def _policy(config: RLConfig, algorithm: Algorithm, training: bool, seat: Seat) -> PolicyWorker:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from treadle.algorithms.base import Algorithm, Role
+from treadle.controller.config import Place
 from treadle.controller.device import LocalDevice, alone
 from treadle.controller.local import LocalGroup
 from treadle.engines.torch.config import Config as TorchConfig
-from treadle.handles import Cost, Publisher, RewardFunction
+from treadle.handles import Publisher, RewardFunction
 from treadle.recipes.config import RLConfig
 from treadle.recipes.measure import Speed
-from treadle.runtime.parts import Frame, Parts, engine_class, make_frame, whole
+from treadle.runtime.parts import Frame, Parts, costs_of, engine_class, make_frame, whole
 from treadle.weights.publish import PROBE, SHORT_PROBE, LocalPublisher, ShippingPublisher
 from treadle.workers.models import CriticWorker, PolicyWorker, ReferenceWorker, RewardModelWorker
 
@@ -26,15 +26,7 @@ async def local_parts(
     config: RLConfig, algorithm: Algorithm, reward: RewardFunction | None, training: bool
 ) -> AsyncIterator[Parts]:
     """Build everything, cheap things first, and close it in reverse."""
-    from treadle.engines.torch.model import (
-        check_tokenizer,
-        check_vocabulary,
-        end_tokens,
-        find,
-        has_score,
-        load_model,
-        load_tokenizer,
-    )
+    from treadle.engines.torch.model import check_vocabulary, end_tokens, find, has_score, load_model
 
     async with AsyncExitStack() as stack:
         generation = engine_class("rollout", config.rollout.name)
@@ -57,7 +49,6 @@ async def local_parts(
             judge = None
             if (model := config.reward_model.model) is not None:
                 judge = _trainer(config, model, config.trainer, scores=True, head="value", trainable=False)
-                check_tokenizer(judge.model, load_tokenizer(model))
             for role, engine in engines.items():
                 check_vocabulary(engines["policy"].model, engine.model, frame.tokenizer, role)
             # Where generation and training never overlap, they share the very same weights: a publish copies nothing.
@@ -91,7 +82,7 @@ async def local_parts(
                 vocabulary=policy.get_input_embeddings().weight.shape[0],
                 decoder=frame.tokenizer,
                 directory=Path(config.run.dir),
-                overlaps=config.max_staleness > 0,
+                overlaps=config.max_staleness > 0 or config.reward_model.model is not None,
             )
             stack.push_async_callback(groups["policy"].close)
             prober = frame.prober(groups["policy"], SHORT_PROBE)
@@ -132,14 +123,11 @@ def _trainer(config: RLConfig, model: str, trainer: TorchConfig, scores: bool = 
     return engine(load_model(model, trainer.dtype, scores), trainer, total_steps=config.optimizer_steps, **options)
 
 
-def _speed(engines: Mapping[Role, Any]) -> Speed | None:
-    """The operations of each role's model, and the rate of this machine; None where a model's are not known."""
-    from treadle.engines.speed import cost_of, matrix_rate
+def _speed(engines: Mapping[Role, Any]) -> Speed:
+    """The operations of each role's model, and the rate of this machine."""
+    from treadle.engines.speed import matrix_rate
 
-    costs: dict[Role, Cost] = {}
-    for role, engine in engines.items():
-        if (cost := cost_of(engine.model)) is None:
-            return None
-        costs[role] = replace(cost, logits=0.0) if role == "critic" else cost
     policy = engines["policy"]
-    return Speed(matrix_rate(policy.model.dtype, policy.device), costs)
+    here: dict[Place, str] = dict.fromkeys((*engines, "rollout"), "here")
+    costs = costs_of({role: engine.model for role, engine in engines.items()})
+    return Speed({"here": matrix_rate(policy.model.dtype, policy.device)}, here, costs)

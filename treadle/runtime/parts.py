@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from treadle.data.config import evaluation_source, train_source
 from treadle.data.source import prompts
 from treadle.errors import ConfigError, RunError
 from treadle.handles import (
+    Cost,
     ModelHandle,
     PromptSource,
     Publisher,
@@ -76,7 +77,7 @@ class Parts:
 
 async def make_frame(config: RLConfig, reward: RewardFunction | None, stack: AsyncExitStack) -> Frame:
     """Cheap things first; what must be closed is put on the stack."""
-    from treadle.engines.torch.model import context_length, load_tokenizer
+    from treadle.engines.torch.model import context_length, load_tokenizer, reach
 
     tokenizer, context = load_tokenizer(config.model), context_length(config.model)
     data = config.data.model_copy(update={"max_prompt_tokens": _room(config, context)})
@@ -85,7 +86,7 @@ async def make_frame(config: RLConfig, reward: RewardFunction | None, stack: Asy
     given = {} if reward is None else {function_name(reward): reward}
     judge: ModelReward | None = None
     if (name := config.reward_model.model) is not None:
-        judge = ModelReward(load_tokenizer(name), tokenizer, name, context_length(name))
+        judge = ModelReward(load_tokenizer(name), tokenizer, name, *reach(name))
     return Frame(
         config=config,
         tokenizer=tokenizer,
@@ -119,6 +120,18 @@ def engine_class(kind: Literal["engines", "rollout"], name: str) -> Any:
     if ":" in name:
         return plugin_class(name, f"treadle.{kind}")
     return import_module(f"treadle.{kind}.{name}.engine").Engine
+
+
+def costs_of(models: Mapping[Role, Any]) -> Mapping[Role, Cost] | None:
+    """The operations of each role's model; None where those of one are not known."""
+    from treadle.engines.speed import cost_of
+
+    costs: dict[Role, Cost] = {}
+    for role, model in models.items():
+        if (cost := cost_of(model)) is None:
+            return None
+        costs[role] = replace(cost, logits=0.0) if role == "critic" else cost
+    return costs
 
 
 def _room(config: RLConfig, context: int | None) -> int:

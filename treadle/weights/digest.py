@@ -63,6 +63,7 @@ def _host(raw: Tensor) -> str:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Memory gives more than one thread takes, and Python's lock is not held meanwhile."""
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # threads stay behind
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "treadle-digest")
 
 

@@ -106,12 +106,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> Tensor:
-        """Value of the state after each trajectory's last token, [N], float32. Each has a pass of its own, so that no
-        bit of it depends on what else is in the batch."""
+        """Value of the state after each trajectory's last token, [N]; padding at its end is none, as reward models are
+        trained. Each has a pass of its own, so that no bit of it depends on what else is in the batch."""
         score_N = torch.zeros(len(batch), dtype=self.network.accurate)
-        ended = batch.replace(truncated_N=torch.ones_like(batch.truncated_N), mask_T=torch.zeros_like(batch.mask_T))
-        for row in passes(self.network, [[n] for n in range(len(batch))]):
-            score_N[row] = self.network.values(ended.select(row))[1]
+        rows = batch.token_T.split(batch.length_N.tolist())
+        for n in passes(self.network, range(len(batch))):
+            score_N[n] = self.network.score(rows[n])
         return score_N
 
     def step(self, batch: Batch, objective: Objective) -> Statistics:

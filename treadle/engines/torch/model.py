@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from treadle.attention import install
+from treadle.attention import install, sliding_window
 from treadle.engines.torch.mesh import together
 from treadle.errors import ModelError
 
@@ -61,7 +61,7 @@ def load_sharded(path: str, dtype: str, mesh: DeviceMesh, scores: bool = False) 
 
 def has_score(path: str) -> bool:
     """Whether this is a reward model: its last layer gives scores in place of logits."""
-    return any(str(name).endswith(_SCORES) for name in _configuration(path)[1].architectures or ())
+    return _scores(_configuration(path)[1])
 
 
 def described(path: str, dtype: str, scores: bool = False) -> Any:
@@ -93,6 +93,10 @@ def _read(path: str, dtype: str, scores: bool) -> Any:
     return model.eval()
 
 
+def _scores(config: Any) -> bool:
+    return any(str(name).endswith(_SCORES) for name in config.architectures or ())
+
+
 def _kind(scores: bool) -> Any:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
@@ -102,14 +106,14 @@ def _checked(path: str, scores: bool) -> tuple[str, Any]:
     directory, config = _configuration(path)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"model '{path}' is a {config.model_type}, not a causal language model; choose one that is")
-    if scores and (not has_score(path) or config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+    if scores and (not _scores(config) or config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
         raise ModelError(
             f"model '{path}' is a {', '.join(config.architectures or [config.model_type])}, which gives no score; "
             f"choose a reward model, a …{_SCORES} of a causal language model"
         )
     if scores and config.num_labels != 1:
         raise ModelError(f"model '{path}' gives {config.num_labels} scores; a reward model must give one (num_labels)")
-    if not scores and has_score(path):
+    if not scores and _scores(config):
         raise ModelError(
             f"model '{path}' is a {config.architectures[0]}, a reward model that generates nothing; choose a causal "
             "language model here (this one can be reward_model.model, or critic.model)"
@@ -127,6 +131,11 @@ def _described(path: str, config: Any, dtype: str, scores: bool) -> Any:
             model = _kind(scores).from_config(config, dtype=getattr(torch, dtype))
     except Exception as error:
         raise _unusable(path, error) from error
+    if scores and not isinstance(dict(model.named_children()).get("score"), nn.Linear):
+        raise ModelError(
+            f"model '{path}' is a {type(model).__name__}, whose score is not made by one matrix; choose a reward model "
+            "that is a decoder with a linear score"
+        )
     install(model)
     return model.eval()
 
@@ -135,6 +144,13 @@ def context_length(path: str) -> int | None:
     """Positions that the model was built for; None if its configuration does not say."""
     _, config = _configuration(path)
     return config.get_text_config().to_dict().get("max_position_embeddings")
+
+
+def reach(path: str) -> tuple[int | None, int]:
+    """Tokens that the model can look at together (None if its configuration does not say), and those that it knows."""
+    settings = _configuration(path)[1].get_text_config().to_dict()
+    limits = [n for n in (settings.get("max_position_embeddings"), sliding_window(settings)) if n is not None]
+    return min(limits, default=None), settings["vocab_size"]
 
 
 def fastest_dtype() -> Literal["bfloat16", "float32"]:
@@ -165,15 +181,6 @@ def check_vocabulary(policy: Any, other: Any, tokenizer: Any, role: str) -> None
         raise ModelError(
             f"the {role} '{other.name_or_path}' has a vocabulary of {known} tokens, the policy '{policy.name_or_path}' "
             f"uses {needed}; choose a {role} with the policy's vocabulary"
-        )
-
-
-def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raises `ModelError` if the model has no embedding for a token that its own tokenizer makes."""
-    if (known := _vocabulary(model)) < (needed := max(tokenizer.get_vocab().values()) + 1):
-        raise ModelError(
-            f"model '{model.name_or_path}' has a vocabulary of {known} tokens, its tokenizer makes {needed}; they do "
-            "not belong together"
         )
 
 

@@ -143,6 +143,16 @@ class Network:
         last_N = layout.place_T[batch.offset_N1[1:] - 1].to(self.device)
         return self._value(hidden_SE.index_select(0, state_M)), self._value(hidden_SE.index_select(0, last_N))
 
+    def score(self, token_S: Tensor) -> Tensor:
+        """Value of the state after the last of these tokens that is no padding, []."""
+        padding = self.settings.get("pad_token_id")
+        said = [] if padding is None else (token_S != padding).nonzero().flatten().tolist()
+        layout = lay_out([token_S[: said[-1] + 1] if said else token_S], [0])
+        return self.root(self._score, layout).to(token_S.device)
+
+    def _score(self, layout: Layout) -> Tensor:
+        return self._value(self.hidden(layout)[-1:])[0]
+
     def layout(self, batch: Batch) -> Layout:
         """How these rows go through the model: what a group's rows begin with once, and nothing behind the last state
         that is looked at. A value head looks at the state after the last token, too."""
@@ -212,6 +222,7 @@ class Network:
             raise ModelError(
                 f"{self.name} has {sorted(kinds)} layers, which cannot run packed; use another architecture"
             )
+        told = "logits" if self.lm_head is not None else "last hidden states"
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         random = torch.Generator().manual_seed(0)
         shared, *ends, other = (torch.randint(vocabulary, (n,), generator=random) for n in (5, 3, 6, 9))
@@ -226,7 +237,7 @@ class Network:
             install(self.model)
         if not all(theirs_SV.isfinite().all() for theirs_SV in alone):
             raise ModelError(
-                f"{self.name}: the model's own logits are not finite, so its weights are damaged or too large for "
+                f"{self.name}: the model's own {told} are not finite, so its weights are damaged or too large for "
                 f"{self.dtype}; download or export it again"
             )
         tolerance = 0.1 if self.dtype.itemsize < 4 else 1e-3
@@ -235,7 +246,7 @@ class Network:
             # The median: rounding may send one token to another expert, a real fault touches most of them.
             if not error_S.median() <= tolerance:
                 raise ModelError(
-                    f"{self.name} cannot be trained packed: its logits are off by {float(error_S.median()):.1%} "
+                    f"{self.name} cannot be run packed: its {told} are off by {float(error_S.median()):.1%} "
                     "against its own forward pass; use another architecture"
                 )
 
