@@ -82,7 +82,7 @@ def test_a_node_with_other_code_is_named(name: str, there: str | None) -> None:
         ({"backend": "ray", "pools": {"a": {"rank": 2}}}, "ranks"),
         (
             {"backend": "ray", "roles": {"polcy": "a"}},
-            "'polcy' is no role; there are: policy, reference, critic, rollout",
+            "'polcy' is no role; there are: policy, reference, critic, reward_model, rollout",
         ),
         ({"backend": "rey"}, "ray"),
     ],

@@ -235,7 +235,7 @@ def test_a_loss_that_cannot_be_trained_names_its_function(tiny_model: Path, made
 
 
 def test_step_is_that_of_plain_adamw(tiny_model: Path) -> None:
-    keys: dict[str, Any] = {"weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-6, "max_grad_norm": 0.5}
+    keys: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.8, 0.9), "epsilon": 1e-6, "max_grad_norm": 0.5}
     engine, other = engine_of(tiny_model, **keys), engine_of(tiny_model)
     batch = make_batch(LENGTHS)
     named = other.network.parameters()
@@ -572,7 +572,7 @@ def test_incomplete_and_foreign_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "match"),
     [
-        (BertConfig, {"is_decoder": False}, "BertLMHeadModel cannot be trained packed"),
+        (BertConfig, {"is_decoder": False}, "BertLMHeadModel cannot be run packed"),
         (Gemma2Config, {}, "caps its scores"),
         (Lfm2Config, {"layer_types": ["conv", "full_attention"]}, r"\['conv'\] layers, which cannot run packed"),
     ],

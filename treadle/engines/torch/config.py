@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
 
 import treadle.config
 from treadle.config import key
+
+Rate = Annotated[float, Ge(0), Lt(1)]
 
 
 class Config(treadle.config.Config):
@@ -21,8 +25,9 @@ class Config(treadle.config.Config):
     )
     warmup_steps: int = key("optimizer steps over which the learning rate rises", default=0, ge=0, le=2**31)
     weight_decay: float = key("AdamW weight decay; never on norms and biases", default=0.0, ge=0, le=1e3)
-    beta1: float = key("AdamW decay rate of the mean gradient", default=0.9, ge=0, lt=1)
-    beta2: float = key("AdamW decay rate of the mean squared gradient", default=0.999, ge=0, lt=1)
+    betas: tuple[Rate, Rate] = key(
+        "AdamW decay rates of the mean gradient and the mean squared gradient", default=(0.9, 0.999)
+    )
     epsilon: float = key("AdamW epsilon", default=1e-8, gt=0, le=1e3)
     max_grad_norm: float = key("clip the gradient to this global norm; 0: off", default=1.0, ge=0, le=1e9)
     max_skipped_steps: int = key(

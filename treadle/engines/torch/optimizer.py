@@ -63,7 +63,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
+            betas=config.betas,
             eps=config.epsilon,
             fused=True,
         )
