@@ -1,8 +1,7 @@
 """How long things take to start: `python -m benchmarks.startup`, medians of 7 processes each (the last of 3).
 
 Wall seconds and CPU seconds; where other programs run, the CPU seconds are what to go by. Needs `make models/tiny`.
-Python's compiled files are made first, as the first start makes them (but under PYTHONDONTWRITEBYTECODE, where each
-start compiles everything again: a fifth of its time).
+Python's compiled files are made first, as `make install` and the first start make them.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_four_roles_on_three_pools(tiny_model: Path, tmp_path: Path) -> None:
     for row in read_rows(there / "metrics.jsonl"):
         for stage in ("generate", "observe", "update"):
             assert row[f"time/{stage}/tokens_per_second"] > 0
-            assert 0 < row[f"time/{stage}/matrix_share"] <= 1
+            assert 0 < row[f"time/{stage}/matrix_share"] < 1.001
 
 
 def test_a_reward_model_anywhere(tiny_model: Path, tmp_path: Path) -> None:

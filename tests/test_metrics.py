@@ -380,6 +380,8 @@ def test_a_rate_that_was_measured_beside_other_work_is_corrected() -> None:
     assert speed.rates == {"here": pytest.approx(2 * 210 / 1)}  # of the fastest stage
     assert found["time/observe/matrix_share"] == pytest.approx(1.0)
     assert found["time/update/matrix_share"] == pytest.approx(2 * 630 / 4 / 420)
+    assert found["time/generate/matrix_share"] == pytest.approx(210 / 2 / 420)  # by the same rate, though it came first
+    assert measured(speed, SECONDS) == found
     # Generation that went on during other stages was waited for a moment only, and says nothing of the rate.
     overlapped = measured(speed, SECONDS | {"generate": 1e-6}, overlap=True)
     assert speed.rates == {"here": pytest.approx(2 * 210 / 1)}

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
     CTRLConfig,
     GemmaConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -162,6 +163,9 @@ def test_what_it_reads_ends_at_its_sliding_window(tiny_model: Path, tmp_path: Pa
     assert reach(str(path)) == (16, 384)
     long = make_reward_model(tmp_path / "long", tiny_model, LlamaConfig, max_position_embeddings=512)
     assert reach(str(long)) == (512, 384)
+    other = GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=1, n_head=2)  # by other names
+    other.save_pretrained(tmp_path / "other")
+    assert reach(str(tmp_path / "other")) == (16, 300)
 
 
 def test_half_precision_stays_near(reward_model: Path) -> None:

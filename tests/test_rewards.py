@@ -301,6 +301,35 @@ def test_one_failure_does_not_cut_its_siblings() -> None:
     asyncio.run(run())
 
 
+def test_a_scorer_that_is_cancelled_cancels_its_functions_once() -> None:
+    """What they clean up then is not interrupted, and is waited for."""
+    told: list[str] = []
+
+    async def tidy(_: Trajectory) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            told.append("tidied up")
+        return 0.0
+
+    async def quick(_: Trajectory) -> float:
+        await asyncio.sleep(60)
+        return 0.0
+
+    async def run() -> None:
+        config = RewardConfig(functions={"m:tidy": 1.0, "m:quick": 1.0})
+        async with make_scorer(config, {"m:tidy": tidy, "m:quick": quick}) as scorer:
+            call = asyncio.ensure_future(scorer(trajectory()))
+            await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert told == ["tidied up"]
+
+    asyncio.run(run())
+
+
 # ---------------------------------------------------------------------- worker processes
 
 

@@ -167,6 +167,16 @@ def test_a_patient_call_waits_ten_hand_overs_at_most() -> None:
     assert staged(main).told == ["0 sleep", "2 step", "5 wake", "120 sleep", "122 score"]
 
 
+def test_while_a_load_goes_on_nobody_loses_patience() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.compute("step")  # until 3
+        with stage.turns.request():
+            await asyncio.sleep(97)
+            await asyncio.gather(stage.load(60.0), stage.compute("score", patient=True))
+
+    assert staged(main).told == ["0 sleep", "2 step", "5 wake", "100 load", "180 sleep", "182 score"]
+
+
 def test_training_waits_for_a_load_and_a_load_for_training() -> None:
     async def main(stage: Stage) -> None:
         await asyncio.gather(stage.compute("step", 3.0), stage.load(), stage.load(2.0))

@@ -192,10 +192,11 @@ OURS: tuple[Metric, ...] = (
     Metric(
         "time/{stage}/matrix_share",
         "share",
-        "of the rate at which the devices of the roles at work multiply large matrices (measured at the start; the "
-        "fastest stage's, if that was more) that the stage reached: multiplications that its distinct tokens need, a "
-        "backward pass counted as two forward ones, nothing recomputed. Stages as above, and the whole step, by all "
-        "devices. Not for models with experts",
+        "of the rate at which the devices of the roles at work multiply large matrices in the policy's precision "
+        "(measured at the start, all at once; the fastest stage's, if that was more) that the stage reached: "
+        "multiplications that its distinct tokens need, a backward pass counted as two forward ones, nothing "
+        "recomputed. Stages as above, and the whole step, by the devices of all these roles (a reward model counts for "
+        "nothing). Not for models with experts",
         "step",
     ),
     # evaluations.jsonl; way: sampled, greedy

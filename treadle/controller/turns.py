@@ -21,7 +21,7 @@ from treadle.errors import WorkerError
 Side = Literal["training", "generation"]
 Move = Callable[[], Awaitable[None]]
 _MOMENT = 1e-3  # seconds for which nobody waits
-_PATIENCE = 10  # hand-overs; so the two that such a call costs are a sixth of the time at most
+_PATIENCE = 10  # hand-overs for which requests go on; before the first one nobody knows how long that is
 
 
 class Turns:
@@ -36,6 +36,7 @@ class Turns:
         self._loading = 0  # what generation must be awake for, those that wait included
         self._requests = 0  # that generation has not answered
         self._idle = 0.0  # since when training has had nothing to do
+        self._going = 0.0  # since when requests go on: generation woke, or a load ended
         self._took = 0.0  # seconds of the last hand-over
         self._gates: dict[Side, asyncio.Event] = {"training": asyncio.Event(), "generation": asyncio.Event()}
         self._changed = asyncio.Event()
@@ -84,6 +85,7 @@ class Turns:
             yield
         finally:
             self._loading -= 1
+            self._going = _now()
             self._changed.set()
 
     @contextmanager
@@ -126,7 +128,7 @@ class Turns:
             return None
         if self._computing > len(self._patient) or not self._requests:
             return 0.0
-        return min(self._patient) + _PATIENCE * self._took - _now()
+        return max(self._going, min(self._patient)) + _PATIENCE * self._took - _now()
 
     def _patience(self) -> float | None:
         """Seconds until generation should wake, if nothing changes before; None: it should not.
@@ -144,7 +146,8 @@ class Turns:
             gate.clear()
         self._side, began = None, _now()
         await move()
-        self._took = _now() - began
+        self._going = _now()
+        self._took = self._going - began
         self.count, self.seconds = self.count + 1, self.seconds + self._took
         self._side = side
         self._gates[side].set()

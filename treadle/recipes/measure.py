@@ -221,23 +221,22 @@ def measure_speed(
         "update": (learned, dict.fromkeys(roles, 3 * algorithm.config.epochs), roles),
     }
     statistics: dict[str, Statistic] = {}
-    everything = 0.0
-    everywhere: set[Place] = set()
-    for stage, (work, passes, places) in stages.items():
-        operations, took = speed.operations(work, passes), seconds[stage]
-        everything += operations
-        everywhere.update(places)
-        if not passes or took <= 0 or (stage == "generate" and overlap):
-            continue
+    counted = [s for s in stages if stages[s][1] and seconds[s] > 0 and not (s == "generate" and overlap)]
+    for stage in counted:
+        work, passes, _ = stages[stage]
         models = len(passes) * (algorithm.config.epochs if stage == "update" else 1)
         passed = work.sampled if stage == "generate" else work.tokens * models
-        statistics[f"{TIME}{stage}/tokens_per_second"] = Mean(passed, took)
-        speed.correct(places, operations / took)
-        statistics[f"{TIME}{stage}/matrix_share"] = Mean(operations, took * speed.rate(places))
-    whole_step = sum(seconds.values()) * speed.rate(everywhere)
-    statistics[f"{TIME}step/matrix_share"] = Mean(everything, whole_step)
+        statistics[f"{TIME}{stage}/tokens_per_second"] = Mean(passed, seconds[stage])
     if speed.costs is None:
-        return {name: value for name, value in statistics.items() if not name.endswith("/matrix_share")}
+        return statistics
+    operations = {stage: speed.operations(work, passes) for stage, (work, passes, _) in stages.items()}
+    for stage in counted:
+        speed.correct(stages[stage][2], operations[stage] / seconds[stage])
+    for stage in counted:
+        possible = seconds[stage] * speed.rate(stages[stage][2])
+        statistics[f"{TIME}{stage}/matrix_share"] = Mean(operations[stage], possible)
+    possible = sum(seconds.values()) * speed.rate(place for *_, places in stages.values() for place in places)
+    statistics[f"{TIME}step/matrix_share"] = Mean(sum(operations.values()), possible)
     return statistics
 
 
@@ -284,9 +283,8 @@ class Speed:
             self.rates |= {pool: self.rates[pool] * reached / known for pool in {self.pools[p] for p in places}}
 
     def operations(self, work: Work, passes: Mapping[Role, int]) -> float:
-        """In the forward passes of each role; 0 where they are not known."""
-        if self.costs is None:
-            return 0.0
+        """In the forward passes of each role."""
+        assert self.costs is not None
         costs = [(self.costs[role], times) for role, times in passes.items()]
         return sum(
             times * (work.tokens * cost.token + work.sampled * cost.logits + work.pairs * cost.pair)

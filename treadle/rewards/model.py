@@ -23,14 +23,16 @@ class ModelReward:
     without a template reads the very tokens of the policy, whose vocabulary it must have.
     """
 
-    def __init__(self, tokenizer: Any, policy_tokenizer: Any, name: str, context: int | None, vocabulary: int) -> None:
-        """`context`: tokens that the model called `name` reads at most (None: no limit is known), of `vocabulary` that
-        it knows.
+    def __init__(
+        self, tokenizer: Any, policy_tokenizer: Any, name: str, context: int | None, vocabulary: int | None
+    ) -> None:
+        """`context`: tokens that the model called `name` reads at most, of `vocabulary` that it knows; None: no limit
+        is known.
 
         Raises `ModelError` where it has neither a chat template nor the policy's vocabulary, or another tokenizer.
         """
         self._tokenizer, self._name, self._context, self._vocabulary = tokenizer, name, context, vocabulary
-        if tokenizer.vocab_size > vocabulary:
+        if vocabulary is not None and tokenizer.vocab_size > vocabulary:
             raise ModelError(
                 f"the reward model '{name}' knows {vocabulary} tokens, and its tokenizer makes {tokenizer.vocab_size}; "
                 "they do not belong together"
@@ -103,7 +105,7 @@ class ModelReward:
                 f"'{self._name}' reads 1 to {self._context or 'any number'}; lower data.max_prompt_tokens or "
                 "sampling.max_tokens, or choose another model"
             )
-        if (largest := max(tokens)) >= self._vocabulary:
+        if self._vocabulary is not None and (largest := max(tokens)) >= self._vocabulary:
             raise RewardError(
                 f"prompt {trajectory.prompt.id!r}: the reward model '{self._name}' knows {self._vocabulary} tokens, "
                 f"and its tokenizer made token {largest} of this conversation"

@@ -62,7 +62,8 @@ class RewardScorer:
             outcomes = await asyncio.gather(*calls)
         except BaseException:  # a role failed, or this call is to end
             for call in calls:
-                call.cancel()
+                if not call.cancelling():  # by this one's own cancellation: a second would interrupt what it cleans up
+                    call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             raise
         rewards: dict[str, Reward] = {}

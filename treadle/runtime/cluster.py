@@ -96,7 +96,7 @@ async def cluster_parts(
         stack.push_async_callback(backend.close)
         _reachable(config, backend.reports)
 
-        rates = {name: await _rate(config, backend, name) for name in pools} if training else {}
+        rates = await _rates(config, backend, models) if training else {}
         groups: dict[Place, Any] = {}
         turns = Turns()
         sharing = _sharing(config, models)
@@ -134,10 +134,20 @@ async def cluster_parts(
         )
 
 
-async def _rate(config: RLConfig, backend: RayBackend, pool: str) -> float:
-    """Operations a second of matrix products on all ranks of a pool together."""
-    gauge: Any = await backend.group("gauge", pool, Gauge, partial(_gauge, config.trainer.dtype))
-    return config.controller.pool(pool).ranks * await gauge.rate()
+async def _rates(config: RLConfig, backend: RayBackend, models: Iterable[Place]) -> dict[str, float]:
+    """Operations a second of matrix products on all ranks of each pool, measured while all others make some."""
+    controller = config.controller
+    computing = {controller.pool_of(role) for role in models}
+    pools = dict.fromkeys(controller.pool_of(place) for place in (*models, "rollout"))
+    make = partial(_gauge, config.trainer.dtype)
+    gauges: dict[str, Any] = {pool: await backend.group("gauge", pool, Gauge, make) for pool in pools}
+    found = await asyncio.gather(*(gauge.rate() for gauge in gauges.values()))
+    # A rank of the rollout's own pool has a device for each process of its engine.
+    _, devices = engine_class("rollout", config.rollout.name).size(config.rollout)
+    return {
+        pool: rate * controller.pool(pool).ranks * (1 if pool in computing else devices)
+        for pool, rate in zip(gauges, found, strict=True)
+    }
 
 
 async def _closed(policy: Any) -> None:
@@ -271,7 +281,7 @@ def _workers(config: RLConfig, algorithm: Algorithm, training: bool) -> dict[Pla
 
 
 def _gauge(dtype: str, seat: Seat) -> Gauge:
-    return Gauge(dtype)
+    return Gauge(dtype, seat.ranks)
 
 
 def _policy(config: RLConfig, algorithm: Algorithm, training: bool, seat: Seat) -> PolicyWorker:

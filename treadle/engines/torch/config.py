@@ -9,7 +9,7 @@ from annotated_types import Ge, Lt
 import treadle.config
 from treadle.config import key
 
-Rate = Annotated[float, Ge(0), Lt(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 class Config(treadle.config.Config):
@@ -25,7 +25,7 @@ class Config(treadle.config.Config):
     )
     warmup_steps: int = key("optimizer steps over which the learning rate rises", default=0, ge=0, le=2**31)
     weight_decay: float = key("AdamW weight decay; never on norms and biases", default=0.0, ge=0, le=1e3)
-    betas: tuple[Rate, Rate] = key(
+    betas: tuple[Decay, Decay] = key(
         "AdamW decay rates of the mean gradient and the mean squared gradient", default=(0.9, 0.999)
     )
     epsilon: float = key("AdamW epsilon", default=1e-8, gt=0, le=1e3)

@@ -142,15 +142,17 @@ def _described(path: str, config: Any, dtype: str, scores: bool) -> Any:
 
 def context_length(path: str) -> int | None:
     """Positions that the model was built for; None if its configuration does not say."""
-    _, config = _configuration(path)
-    return config.get_text_config().to_dict().get("max_position_embeddings")
+    return getattr(_configuration(path)[1].get_text_config(), "max_position_embeddings", None)
 
 
-def reach(path: str) -> tuple[int | None, int]:
-    """Tokens that the model can look at together (None if its configuration does not say), and those that it knows."""
-    settings = _configuration(path)[1].get_text_config().to_dict()
-    limits = [n for n in (settings.get("max_position_embeddings"), sliding_window(settings)) if n is not None]
-    return min(limits, default=None), settings["vocab_size"]
+def reach(path: str) -> tuple[int | None, int | None]:
+    """Tokens that the model can look at together, and how many different ones it knows; None where its configuration
+    does not say."""
+    config = _configuration(path)[1].get_text_config()
+    # Some architectures call them otherwise, as attributes they all have these names.
+    positions, vocabulary = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    limits = [n for n in (positions, sliding_window(config.to_dict())) if n is not None]
+    return min(limits, default=None), vocabulary
 
 
 def fastest_dtype() -> Literal["bfloat16", "float32"]:

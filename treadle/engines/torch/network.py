@@ -148,10 +148,10 @@ class Network:
         padding = self.settings.get("pad_token_id")
         said = [] if padding is None else (token_S != padding).nonzero().flatten().tolist()
         layout = lay_out([token_S[: said[-1] + 1] if said else token_S], [0])
-        return self.root(self._score, layout).to(token_S.device)
+        return self.root(self._score, layout)[0].to(token_S.device)
 
     def _score(self, layout: Layout) -> Tensor:
-        return self._value(self.hidden(layout)[-1:])[0]
+        return self._value(self.hidden(layout)[-1:])
 
     def layout(self, batch: Batch) -> Layout:
         """How these rows go through the model: what a group's rows begin with once, and nothing behind the last state

@@ -52,7 +52,7 @@ class VllmEngine(Pool):
     ) -> VllmEngine:
         """Running engines over the model of a directory, which serve once they have had a publish.
 
-        `context`: tokens of the longest prompt and answer together; `directory`: of the run; `overlaps`: training may
+        `context`: tokens of the longest prompt and answer together; `directory`: of the run; `overlaps`: models may
         compute while they do. Raises what is wrong with the model or the machine as one `ModelError` or `RolloutError`,
         everything that was started ended.
         """
