@@ -290,7 +290,7 @@ def test_a_fused_layer_that_is_wrong_is_found_at_start_up(monkeypatch: pytest.Mo
     """The proof at start-up is made of the model's own pass."""
     right = fused._Gate.apply
     monkeypatch.setattr(fused._Gate, "apply", lambda gate_up: right(gate_up) * 1.05)
-    with pytest.raises(Exception, match="cannot be trained packed: its logits are off"):
+    with pytest.raises(Exception, match="cannot be run packed: its logits are off"):
         TorchEngine(random_model(LlamaConfig), Config(dtype="float32"), total_steps=1)
 
 
