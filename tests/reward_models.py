@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 384,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -21,9 +20,8 @@ SMALL: dict[str, Any] = {
     "head_dim": 32,
     "bos_token_id": None,
     "eos_token_id": 0,
-    "pad_token_id": None,
-    "num_labels": 1,
 }
+"""Of a decoder of any family."""
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 
@@ -32,7 +30,9 @@ def make_reward_model(
 ) -> Path:
     """A random one that is not timid, with the tokenizer of another model and a chat template of its own."""
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_config(kind(**{**SMALL, **changes}))
+    model = AutoModelForSequenceClassification.from_config(
+        kind(**{**SMALL, "vocab_size": 384, "pad_token_id": None, "num_labels": 1, **changes})
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4.0 if p.ndim > 1 else 1.0)

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests import reward_models
 from tests.engine_help import ppo, value_regression
 from tests.spmd import Failed, Ranks
 from tests.test_invariance import keep_likely, ragged
@@ -49,18 +50,7 @@ ROWS = {  # of `ragged()`, by rank: unequal numbers of micro-batches, and none
     2: [[0, 1, 2, 3, 4, 5, 7], [6, 8]],
     4: [[0, 1, 2, 5, 3], [], [4, 6], [7, 8]],
 }
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = {**reward_models.SMALL, "vocab_size": 256, "pad_token_id": 0}
 ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, {"vocab_size": 257}),  # with biases, and rows that cannot be cut evenly

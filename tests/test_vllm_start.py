@@ -59,6 +59,14 @@ def test_threads_spin_only_where_nobody_else_computes(tmp_path: Path) -> None:
     assert "OMP_WAIT_POLICY" not in own  # which goes before
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_model_is_compiled_where_that_is_asked_for(eager: bool, tmp_path: Path) -> None:
+    config = load(Config, None, base={"name": "vllm", "engine_args": {} if eager else {"enforce_eager": False}})
+    launch = Launch("m", "float32", 512, config, tmp_path)
+    assert launch.arguments()["enforce_eager"] == eager
+    assert ("TORCH_COMPILE_DISABLE" in launch.environment()) == eager
+
+
 @pytest.mark.parametrize(
     ("versions", "match"),
     [

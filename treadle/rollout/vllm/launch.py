@@ -101,9 +101,10 @@ class Launch:
             found |= {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "TORCH_COMPILE_DISABLE": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
+            if self.arguments()["enforce_eager"]:  # vLLM compiles some functions all the same, which takes 40 s
+                found["TORCH_COMPILE_DISABLE"] = "1"
             # Threads that spin take the trainer's cores; those that do not are a tenth slower. libgomp spins ten times
             # longer by itself, which two programs on the same cores never recover from.
             found |= {"OMP_WAIT_POLICY": "PASSIVE"} if self.overlaps else {"GOMP_SPINCOUNT": "10000"}
